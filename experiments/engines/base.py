@@ -1,0 +1,91 @@
+"""The contract between the loop and a rollout engine: five coroutines, whatever runs behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.types import EngineCall
+
+if TYPE_CHECKING:
+    import torch
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call to the engine.
+
+    Attributes:
+        request_id: unique in the run, e.g. `r17.2` (rollout 17, call 2).
+        input_ids: int32 `[s]`, s >= 1: prompt and tokens so far.
+        max_new_tokens: >= 1; the client never sends a zero budget.
+        sample_seed: identifies the rollout's random stream: the uniform number behind the token at absolute position i depends on
+            (`sample_seed`, i) alone, not on the batch, the call or the pause, so that two runs draw alike until their weights differ.
+        row_start: first position whose row the client wants.
+    """
+
+    request_id: str
+    input_ids: NDArray[np.int32]
+    max_new_tokens: int
+    sample_seed: int
+    row_start: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A validated answer: the call as strategies see it, and what it cost.
+
+    Attributes:
+        call: tokens, log-probs, rows and versions.
+        prefill_tokens: input tokens that were forwarded for this call, recomputations included.
+        retractions: times the request was put back into the queue inside the call.
+        row_bytes: size of the rows as they travelled.
+    """
+
+    call: EngineCall
+    prefill_tokens: int
+    retractions: int = 0
+    row_bytes: int = 0
+
+
+class Engine(Protocol):
+    """A rollout engine. All methods are coroutines of the loop's event loop."""
+
+    async def start(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Brings the engine up with `weights` (transformers' state_dict layout) as weight version `version`."""
+        ...
+
+    async def generate(self, request: Request) -> Reply:
+        """Generates until stop, length or a pause with mode `abort`; requests sent while paused wait for `resume`.
+
+        Raises:
+            ValueError: the request is malformed (empty, ids out of the vocabulary, zero budget, too long).
+            RuntimeError: the engine broke its contract; the message names the request, what was expected and what came.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops generation at the next step boundary. Returns when nothing runs any more.
+
+        `abort`: every unfinished request is answered with finish `abort`. `retract`: running requests go back to the queue with
+        their tokens and are prefilled again after `resume`. `in_place`: requests freeze and keep their KV cache.
+        """
+        ...
+
+    async def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replaces the weights while paused; tokens sampled from here on carry `version`."""
+        ...
+
+    async def resume(self) -> None:
+        """Continues generation after `pause`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine; leaves no process and no task behind, also after an error."""
+        ...

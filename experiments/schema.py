@@ -1,0 +1,240 @@
+"""Typed configuration: names and types only. Every value lives in exactly one YAML under `conf/`.
+
+`strategy` is the exception: it is a `_target_` node whose constructor signature is the schema, so that a user's own class needs no
+edit here. Imports nothing heavy: a configuration error must answer within seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+class OldLogProb(Enum):
+    """Whose log-probs are the old policy of the PPO ratio."""
+
+    bypass = "bypass"  # the engine's: verl's default when fully async
+    decoupled = "decoupled"  # the trainer's own, recomputed before the update; truncated importance weights correct the rest
+
+
+class RatioLevel(Enum):
+    """Unit of the PPO ratio."""
+
+    token = "token"
+    sequence = "sequence"  # geometric mean over the response (GSPO, arXiv 2507.18071): needs the whole response in one forward
+
+
+class ClockKind(Enum):
+    """Which clock drives the loop (experiments/clock.py)."""
+
+    virtual = "virtual"
+    wall = "wall"
+
+
+class Pause(Enum):
+    """What the engine does with unfinished requests at a weight sync (experiments/engines/base.py)."""
+
+    abort = "abort"
+    retract = "retract"
+    in_place = "in_place"
+
+
+class TrackingMode(Enum):
+    """Where W&B writes. `metrics.jsonl` and `summary.json` are always written."""
+
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+class DType(Enum):
+    """Floating-point type of a model."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class EngineConfig:
+    """The rollout engine."""
+
+    name: str = MISSING
+    dtype: DType = MISSING
+    max_running: int = MISSING  # requests decoded in one batch
+    max_prefill_tokens: int = MISSING  # padded prompt tokens forwarded in one prefill
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are sampled; the trainer uses the same temperature."""
+
+    temperature: float = MISSING
+    top_p: float = MISSING
+    max_response_tokens: int = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    """The trainer."""
+
+    name: str = MISSING
+    device: str = MISSING  # auto, cpu, cuda
+    max_tokens_per_micro_batch: int = MISSING  # padded tokens
+    recompute_activations: bool = MISSING
+    learning_rate: float = MISSING
+    adam_beta1: float = MISSING
+    adam_beta2: float = MISSING
+    weight_decay: float = MISSING
+    max_grad_norm: float = MISSING
+
+
+@dataclass
+class ModelConfig:
+    """A Qwen3-MoE, by the names of transformers' Qwen3MoeConfig. The vocabulary comes from the tokenizer."""
+
+    name: str = MISSING
+    checkpoint: str | None = MISSING  # Hugging Face folder; null: the sizes below, random, warm-started on the task
+    num_hidden_layers: int = MISSING
+    hidden_size: int = MISSING
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    head_dim: int = MISSING
+    intermediate_size: int = MISSING
+    moe_intermediate_size: int = MISSING
+    num_experts: int = MISSING
+    num_experts_per_tok: int = MISSING
+    max_position_embeddings: int = MISSING
+    initializer_range: float = MISSING
+    rope_theta: float = MISSING
+    rms_norm_eps: float = MISSING
+
+
+@dataclass
+class DatasetConfig:
+    """One reasoning-gym dataset of a task."""
+
+    name: str = MISSING
+    weight: float = MISSING
+    params: dict[str, Any] = MISSING  # arguments of the dataset, as reasoning-gym names them
+    prompt: str = MISSING  # the prompt; fields of the entry's metadata in braces
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised steps on the task's own answers before PPO; the result is cached."""
+
+    steps: int = MISSING
+    batch_size: int = MISSING
+    learning_rate: float = MISSING
+    seed: int = MISSING
+    cache_dir: str = MISSING
+
+
+@dataclass
+class TaskConfig:
+    """Problems and their verifier."""
+
+    name: str = MISSING
+    datasets: list[DatasetConfig] = MISSING
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    """PPO."""
+
+    name: str = MISSING
+    batch_size: int = MISSING  # rollouts per update
+    group_size: int = MISSING  # rollouts per problem
+    mini_batches: int = MISSING  # optimiser steps per pass over the batch
+    epochs: int = MISSING
+    clip_low: float = MISSING
+    clip_high: float = MISSING
+    dual_clip: float = MISSING
+    ratio_level: RatioLevel = MISSING
+    normalize_advantages: bool = MISSING  # divide by the group's standard deviation
+    kl_coef: float = MISSING
+    kl_estimator: str = MISSING  # k1, k2, k3
+    entropy_coef: float = MISSING
+    old_log_prob: OldLogProb = MISSING
+    importance_weight_cap: float = MISSING  # C of the truncated importance weights, decoupled mode
+
+
+@dataclass
+class CostConfig:
+    """Virtual seconds of the work (virtual clock only)."""
+
+    decode_step_s: float = MISSING
+    prefill_token_s: float = MISSING
+    update_s: float = MISSING
+    sync_s: float = MISSING
+
+
+@dataclass
+class ScheduleConfig:
+    """When weights move and which rollouts may start."""
+
+    name: str = MISSING
+    clock: ClockKind = MISSING
+    sync_interval: int = MISSING  # updates between weight syncs
+    staleness_threshold: float = MISSING  # verl's: admits (1 + threshold) * sync_interval * batch_size rollouts between syncs
+    pause_mode: Pause = MISSING
+    max_empty_aborts: int = MISSING  # calls in a row without a token before a rollout is an error
+    cost: CostConfig = field(default_factory=CostConfig)
+
+
+@dataclass
+class ShadowConfig:
+    """Scoring of the same rollouts under other strategies, without training on them."""
+
+    every: int = MISSING  # updates; 0: never
+    strategies: dict[str, Any] = MISSING  # name -> _target_ node
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go."""
+
+    mode: TrackingMode = MISSING
+    project: str = MISSING
+    entity: str | None = MISSING
+    progress: bool = MISSING
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and continuing."""
+
+    every: int = MISSING  # weight syncs; 0: only when interrupted
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    seed: int = MISSING
+    steps: int = MISSING  # PPO updates
+    experiment_name: str = MISSING
+    resume: str | None = MISSING  # run directory to continue
+    threads: int = MISSING  # CPU threads of torch; 0: one per core
+    strategy: Any = MISSING
+    backend: str = MISSING
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def register() -> None:
+    """Registers the schema under the name that `conf/config.yaml` lists first."""
+    ConfigStore.instance().store(name="schema", node=Config)
