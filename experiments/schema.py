@@ -213,6 +213,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class BackendConfig:
+    """Where the loop runs."""
+
+    name: str = MISSING
+
+
+@dataclass
 class Config:
     """A run."""
 
@@ -222,7 +229,7 @@ class Config:
     resume: str | None = MISSING  # run directory to continue
     threads: int = MISSING  # CPU threads of torch; 0: one per core
     strategy: Any = MISSING
-    backend: str = MISSING
+    backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

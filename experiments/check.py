@@ -1,0 +1,207 @@
+"""Refuses a configuration that cannot run, before anything heavy is imported.
+
+Every message names the config keys, what they hold and what would be right. Nothing here changes a value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import hydra.utils
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.schema import ClockKind, Config, Pause, RatioLevel
+from strategies.base import MergeStrategy
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; `run.py` prints it as one line and exits with 2."""
+
+
+def load(node: DictConfig) -> Config:
+    """Returns the typed configuration.
+
+    Raises:
+        ConfigError: unknown keys (`+key=value` slips past Hydra's own check), missing values, unresolvable interpolations.
+    """
+    for path in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, ""):
+        known = [f.name for f in fields(Config)]
+        close = difflib.get_close_matches(path.split(".")[-1], known, n=1)
+        raise ConfigError(f"unknown key `{path}`" + (f"; did you mean `{close[0]}`?" if close else ""))
+    missing = sorted(OmegaConf.missing_keys(node))
+    if missing:
+        raise ConfigError(f"no value for `{missing[0]}`; set it on the command line or in conf/")
+    try:
+        config = OmegaConf.to_object(node)
+    except Exception as error:  # OmegaConf raises many types for a bad interpolation; all of them are configuration errors
+        raise ConfigError(_one_line(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _unknown_keys(node: Any, schema: Any, prefix: str) -> Iterator[str]:
+    if not isinstance(node, Mapping) or not is_dataclass(schema):
+        return
+    known = {f.name: f for f in fields(schema)}
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if key not in known:
+            yield path
+        else:
+            default = known[key].default_factory
+            yield from _unknown_keys(value, default if is_dataclass(default) else None, f"{path}.")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def build_strategy(node: Any, key: str) -> MergeStrategy:
+    """Returns the merge strategy of a `_target_` node (`key` names it in errors).
+
+    Raises:
+        ConfigError: the class cannot be imported, its arguments do not fit, or it is not a merge strategy.
+    """
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigError(f"`{key}` has no `_target_`; a strategy names its class, e.g. `_target_: strategies.Replace`")
+    try:
+        strategy = hydra.utils.instantiate(dict(node))
+    except Exception as error:  # whatever a user's constructor raises is for the user to read
+        cause = error.__cause__ or error
+        raise ConfigError(f"`{key}`: cannot build {node['_target_']}: {_one_line(cause)}") from error
+    if not callable(strategy) or not isinstance(getattr(strategy, "single_view", None), bool):
+        raise ConfigError(
+            f"`{key}`: {node['_target_']} is not a merge strategy: it needs `__call__(rollout)` and a bool `single_view`"
+        )
+    return strategy
+
+
+def check(config: Config, strategy: MergeStrategy) -> None:
+    """Checks ranges and combinations.
+
+    Raises:
+        ConfigError: the first violation found.
+    """
+    for violated, message in _violations(config, strategy):
+        if violated:
+            raise ConfigError(message)
+
+
+def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, str]]:
+    yield config.steps < 1, f"`steps` must be at least 1, not {config.steps}"
+    yield config.seed < 0, f"`seed` must not be negative, not {config.seed}"
+    yield config.threads < 0, f"`threads` must not be negative, not {config.threads}"
+    yield config.checkpoint.every < 0, f"`checkpoint.every` must not be negative, not {config.checkpoint.every}"
+    yield config.shadow.every < 0, f"`shadow.every` must not be negative, not {config.shadow.every}"
+    yield config.backend.name != "local", f"`backend` must be local, not {config.backend.name}"
+    yield from _algorithm(config, strategy)
+    yield from _schedule(config, strategy)
+    yield from _model(config)
+    yield from _parts(config)
+
+
+def _algorithm(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, str]]:
+    a = config.algorithm
+    for name in ("batch_size", "group_size", "mini_batches", "epochs"):
+        yield getattr(a, name) < 1, f"`algorithm.{name}` must be at least 1, not {getattr(a, name)}"
+    yield (
+        a.batch_size % max(a.group_size, 1) != 0,
+        f"`algorithm.group_size` {a.group_size} does not divide `algorithm.batch_size` {a.batch_size}",
+    )
+    groups = a.batch_size // max(a.group_size, 1)
+    yield (
+        groups % max(a.mini_batches, 1) != 0,
+        f"`algorithm.mini_batches` {a.mini_batches} does not divide the {groups} groups of a batch",
+    )
+    yield not 0 < a.clip_low < 1, f"`algorithm.clip_low` must lie between 0 and 1, not {a.clip_low}"
+    yield a.clip_high <= 0, f"`algorithm.clip_high` must be positive, not {a.clip_high}"
+    yield a.dual_clip <= 1, f"`algorithm.dual_clip` must be above 1, not {a.dual_clip}"
+    yield a.kl_coef < 0, f"`algorithm.kl_coef` must not be negative, not {a.kl_coef}"
+    yield (
+        a.kl_estimator not in ("k1", "k2", "k3"),
+        f"`algorithm.kl_estimator` must be k1, k2 or k3, not {a.kl_estimator}",
+    )
+    yield (
+        a.importance_weight_cap <= 0,
+        f"`algorithm.importance_weight_cap` must be positive, not {a.importance_weight_cap}",
+    )
+    yield (
+        a.ratio_level is RatioLevel.sequence and not strategy.single_view,
+        f"`algorithm.ratio_level=sequence` needs the whole response in one forward, but {_name(strategy)} splits it into "
+        "one view per segment; use ratio_level=token or a strategy with a single view",
+    )
+
+
+def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, str]]:
+    s = config.schedule
+    yield s.sync_interval < 1, f"`schedule.sync_interval` must be at least 1 update, not {s.sync_interval}"
+    yield s.staleness_threshold < 0, f"`schedule.staleness_threshold` must not be negative, not {s.staleness_threshold}"
+    yield s.max_empty_aborts < 1, f"`schedule.max_empty_aborts` must be at least 1, not {s.max_empty_aborts}"
+    for f in fields(s.cost):
+        value = getattr(s.cost, f.name)
+        yield value < 0, f"`schedule.cost.{f.name}` must not be negative, not {value}"
+    yield (
+        s.clock is ClockKind.virtual and s.cost.decode_step_s <= 0,
+        "`schedule.cost.decode_step_s` must be positive on the virtual clock: decoding would take no time",
+    )
+    yield (
+        s.pause_mode is Pause.retract and not strategy.single_view,
+        f"`schedule.pause_mode=retract` overwrites the rows of earlier tokens, which {_name(strategy)} needs; "
+        "use abort or in_place",
+    )
+    yield (
+        s.clock is ClockKind.virtual and config.engine.name != "embedded",
+        f"`schedule.clock=virtual` needs engine=embedded, not {config.engine.name}; use schedule=wall",
+    )
+
+
+def _model(config: Config) -> Iterator[tuple[bool, str]]:
+    m = config.model
+    if m.checkpoint is not None:
+        return
+    for f in fields(m):
+        value = getattr(m, f.name)
+        yield isinstance(value, int | float) and value <= 0, f"`model.{f.name}` must be positive, not {value}"
+    yield (
+        m.num_experts_per_tok > m.num_experts,
+        f"`model.num_experts_per_tok` {m.num_experts_per_tok} is above `model.num_experts` {m.num_experts}",
+    )
+    yield (
+        m.num_attention_heads % max(m.num_key_value_heads, 1) != 0,
+        f"`model.num_key_value_heads` {m.num_key_value_heads} does not divide "
+        f"`model.num_attention_heads` {m.num_attention_heads}",
+    )
+    yield m.head_dim % 2 != 0, f"`model.head_dim` must be even for rotary embeddings, not {m.head_dim}"
+    yield (
+        config.sampling.max_response_tokens >= m.max_position_embeddings,
+        f"`sampling.max_response_tokens` {config.sampling.max_response_tokens} leaves no room for a prompt within "
+        f"`model.max_position_embeddings` {m.max_position_embeddings}",
+    )
+
+
+def _parts(config: Config) -> Iterator[tuple[bool, str]]:
+    s, e, t, w = config.sampling, config.engine, config.trainer, config.task.warm_start
+    yield s.temperature <= 0, f"`sampling.temperature` must be positive, not {s.temperature}"
+    yield not 0 < s.top_p <= 1, f"`sampling.top_p` must lie in (0, 1], not {s.top_p}"
+    yield s.max_response_tokens < 1, f"`sampling.max_response_tokens` must be at least 1, not {s.max_response_tokens}"
+    yield e.max_running < 1, f"`engine.max_running` must be at least 1, not {e.max_running}"
+    yield e.max_prefill_tokens < 1, f"`engine.max_prefill_tokens` must be at least 1, not {e.max_prefill_tokens}"
+    yield t.device not in ("auto", "cpu", "cuda"), f"`trainer.device` must be auto, cpu or cuda, not {t.device}"
+    yield (
+        t.max_tokens_per_micro_batch < 1,
+        f"`trainer.max_tokens_per_micro_batch` must be at least 1, not {t.max_tokens_per_micro_batch}",
+    )
+    yield t.learning_rate < 0, f"`trainer.learning_rate` must not be negative, not {t.learning_rate}"
+    yield t.max_grad_norm <= 0, f"`trainer.max_grad_norm` must be positive, not {t.max_grad_norm}"
+    yield not config.task.datasets, "`task.datasets` is empty; name at least one reasoning-gym dataset"
+    for i, d in enumerate(config.task.datasets):
+        yield d.weight <= 0, f"`task.datasets[{i}].weight` must be positive, not {d.weight}"
+    yield w.steps < 0, f"`task.warm_start.steps` must not be negative, not {w.steps}"
+    yield w.batch_size < 1, f"`task.warm_start.batch_size` must be at least 1, not {w.batch_size}"
+
+
+def _name(strategy: MergeStrategy) -> str:
+    return type(strategy).__name__

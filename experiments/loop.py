@@ -1,0 +1,169 @@
+"""The fully asynchronous PPO loop: rollouts and updates overlap, and a weight sync interrupts whatever is unfinished.
+
+Read `Loop.run` from top to bottom; the parts that it holds (engine, rollouter, learner, tracker) are seen through their contracts only.
+One loop serves both clocks (experiments/clock.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from experiments.buffer import Interrupted, Sample, SampleQueue
+from experiments.clock import Clock
+from experiments.engines.base import Engine, PauseMode
+from experiments.rollout import Rollouter
+from experiments.trainers.base import Trainer
+
+
+class Learner(Protocol):
+    """Turns a batch into one update (experiments/learner.py)."""
+
+    def step(self, step: int, samples: list[Sample], version: int) -> dict[str, float]:
+        """Returns the metrics of update `step`, taken on `samples` by a trainer whose last sync was `version`."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go (experiments/tracking)."""
+
+    def log(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
+        """Records one update; `timings` are wall-clock values and never enter the reproducible record."""
+        ...
+
+
+@dataclass
+class Progress:
+    """Where the run stands: `step` updates taken, `version` weight syncs made, `clock_s` seconds on the loop's clock."""
+
+    step: int = 0
+    version: int = 0
+    clock_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """`steps` updates in all; `groups_per_batch` groups per update; the rest as in conf/schedule and conf/config.yaml."""
+
+    steps: int
+    groups_per_batch: int
+    sync_interval: int
+    pause_mode: PauseMode
+    update_s: float
+    sync_s: float
+    checkpoint_every: int
+
+
+class Loop:
+    """One training run."""
+
+    def __init__(
+        self,
+        *,
+        settings: LoopSettings,
+        clock: Clock,
+        engine: Engine,
+        trainer: Trainer,
+        learner: Learner,
+        rollouter: Rollouter,
+        queue: SampleQueue,
+        reopen_window: Callable[[int], None],
+        tracker: Tracker,
+        save_checkpoint: Callable[[], None],
+        progress: Progress,
+    ):
+        self._settings = settings
+        self._clock = clock
+        self._engine = engine
+        self._trainer = trainer
+        self._learner = learner
+        self._rollouter = rollouter
+        self._queue = queue
+        self._reopen_window = reopen_window
+        self._tracker = tracker
+        self._save_checkpoint = save_checkpoint
+        self.progress = progress
+        self.sync_seconds = 0.0
+
+    async def run(self) -> None:
+        """Trains until `settings.steps` updates are taken.
+
+        Raises:
+            Interrupted: the user asked to stop; a checkpoint has been saved.
+            ExceptionGroup: whatever went wrong in the loop, the engine or a rollout.
+        """
+        await self._engine.start(self._trainer.weights(), self.progress.version)
+        try:
+            rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
+            updates = asyncio.create_task(self._train(), name="trainer")
+            await asyncio.wait({rollouts, updates}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (rollouts, updates):
+                task.cancel()
+            results = await asyncio.gather(rollouts, updates, return_exceptions=True)
+            errors = [e for e in results if isinstance(e, Exception)]
+            if errors:
+                raise errors[0]
+        finally:
+            await self._engine.close()
+
+    async def _train(self) -> None:
+        settings, progress = self._settings, self.progress
+        while progress.step < settings.steps:
+            try:
+                samples = await self._queue.take(settings.groups_per_batch)
+            except Interrupted:
+                await self._stop_here()
+                raise
+            started = time.perf_counter()
+            metrics = await self._clock.run(
+                lambda batch=samples: self._learner.step(progress.step, batch, progress.version), settings.update_s
+            )
+            progress.step += 1
+            progress.clock_s = self._clock.now()
+            metrics |= {"loop/clock_s": progress.clock_s, "loop/queued_samples": float(self._queue.samples)}
+            self._tracker.log(progress.step, metrics, {"time/update_s": time.perf_counter() - started})
+            if progress.step % settings.sync_interval == 0:
+                await self._sync()
+        await self._stop_here()
+
+    async def _sync(self) -> None:
+        """Publishes the trainer's weights: pause, load, next version, resume."""
+        checkpoint = self._settings.checkpoint_every > 0 and (
+            (self.progress.version + 1) % self._settings.checkpoint_every == 0
+        )
+        # A checkpoint cannot hold a KV cache: unfinished calls are returned, whatever the pause mode, so that the run that goes on
+        # and the run that resumes from the file are the same run.
+        await self._engine.pause("abort" if checkpoint else self._settings.pause_mode)
+        started = time.perf_counter()
+        weights = self._trainer.weights()
+        self.progress.version += 1
+        await self._engine.load_weights(weights, self.progress.version)
+        self.sync_seconds += time.perf_counter() - started
+        await self._clock.run(lambda: None, self._settings.sync_s)
+        self.progress.clock_s = self._clock.now()
+        self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
+        if checkpoint:
+            self._save_checkpoint()
+        await self._engine.resume()
+
+    async def _stop_here(self) -> None:
+        """Saves a checkpoint between two updates, at the end of the run or when interrupted; unfinished calls are returned first."""
+        await self._engine.pause("abort")
+        await asyncio.sleep(0)  # lets the rollouts record what the pause returned
+        self.progress.clock_s = self._clock.now()
+        self._save_checkpoint()
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Returns the first leaf of nested exception groups: the error that a person should read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def state_of(progress: Progress) -> dict[str, Any]:
+    """Returns the plain values of a checkpoint."""
+    return {"step": progress.step, "version": progress.version, "clock_s": progress.clock_s}

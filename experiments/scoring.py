@@ -1,0 +1,92 @@
+"""Scores recorded rollouts under replay views, each distinct view once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.trainers.base import ReplaySequence, Trainer
+from strategies.base import MergeStrategy
+from strategies.types import ReplayView, Rollout
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredViews:
+    """The views of a batch and the trainer's log-probs under them.
+
+    Attributes:
+        views: per rollout, its views.
+        log_probs: per rollout, per view, float32 `[t]`, NaN at 0.
+    """
+
+    views: list[list[ReplayView]]
+    log_probs: list[list[NDArray[np.float32]]]
+
+    def per_rollout(self, rollouts: Sequence[Rollout]) -> list[NDArray[np.float32]]:
+        """Returns per rollout float32 `[T]`: each token's log-prob in the view that carries its loss, NaN where none does."""
+        out = []
+        for rollout, views, log_probs in zip(rollouts, self.views, self.log_probs, strict=True):
+            values = np.full(rollout.length, np.nan, dtype=np.float32)
+            for view, view_log_probs in zip(views, log_probs, strict=True):
+                counted = np.flatnonzero(view.loss_mask)
+                values[counted] = view_log_probs[counted]
+            out.append(values)
+        return out
+
+
+def merge(strategy: MergeStrategy, rollouts: Sequence[Rollout]) -> list[list[ReplayView]]:
+    """Returns the strategy's views of every rollout; views without a counted token are left out, as nothing would learn from them.
+
+    Raises:
+        MergeError: from the strategy; it names the rollout.
+    """
+    return [[view for view in strategy(rollout) if view.loss_mask.any()] for rollout in rollouts]
+
+
+def replay_sequence(rollout: Rollout, view: ReplayView) -> ReplaySequence:
+    """Returns the trainer's input for one view."""
+    return ReplaySequence(rollout.tokens[: view.length], view.rows, rollout.rollout_id)
+
+
+class BatchScorer:
+    """Scores a batch under several sets of views with the trainer's current weights.
+
+    Two strategies often ask for the same forward (a rollout of one call has one view under all of them; so has the last segment under
+    `replace` and `exact`); a forward that is a prefix of an identical longer one is not looked for.
+    """
+
+    def __init__(self, trainer: Trainer, rollouts: Sequence[Rollout]):
+        self._trainer = trainer
+        self._rollouts = rollouts
+        self._cache: dict[tuple[int, int, bytes], NDArray[np.float32]] = {}
+        self.forwards = 0
+
+    def score(self, views: Mapping[str, list[list[ReplayView]]]) -> dict[str, ScoredViews]:
+        """Returns the log-probs of every named set of views (`[rollout][view]`)."""
+        wanted: dict[tuple[int, int, bytes], ReplaySequence] = {}
+        for sets in views.values():
+            for index, rollout_views in enumerate(sets):
+                for view in rollout_views:
+                    key = _key(index, view)
+                    if key not in self._cache:
+                        wanted.setdefault(key, replay_sequence(self._rollouts[index], view))
+        scores = self._trainer.score(list(wanted.values())) if wanted else []
+        self.forwards += len(wanted)
+        for key, score in zip(wanted, scores, strict=True):
+            self._cache[key] = score.log_probs
+        return {
+            name: ScoredViews(
+                sets, [[self._cache[_key(i, view)] for view in rollout_views] for i, rollout_views in enumerate(sets)]
+            )
+            for name, sets in views.items()
+        }
+
+
+def _key(index: int, view: ReplayView) -> tuple[int, int, bytes]:
+    """Identifies a forward: the rollout, the tokens fed and the rows by value (whatever integer type holds them)."""
+    rows = np.ascontiguousarray(view.rows, dtype=np.int32)
+    return index, view.length, hashlib.blake2b(rows.tobytes(), digest_size=16).digest()

@@ -1,0 +1,85 @@
+"""Runs one experiment, or a sweep with `-m`. Exit codes: 0 completed, 1 failed, 2 bad configuration, 130 interrupted.
+
+Hydra composes conf/. Every job of the command line is composed and checked here before Hydra starts, so that a mistake is one line
+within seconds; torch and the engines are imported only after that.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import check, schema
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+schema.register()
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """Returns the overrides of every job of a sweep: the product over all values of swept keys, as Hydra's basic sweeper makes it."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([override.input_line or ""])
+    return [list(job) for job in product(*choices)]
+
+
+def precheck(argv: list[str]) -> None:
+    """Composes and checks every job of the command line.
+
+    Raises:
+        check.ConfigError: the first job that cannot run, with the reason in one line.
+    """
+    args = get_args_parser().parse_args(argv)
+    if args.help or args.hydra_help or args.version or args.cfg or args.info or args.shell_completion:
+        return
+    overrides: list[str] = args.overrides
+    if args.config_dir:
+        overrides = [*overrides, f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"]
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            for job in jobs(overrides) if args.multirun else [overrides]:
+                config = check.load(hydra.compose(args.config_name or "config", overrides=job))
+                check.check(config, check.build_strategy(config.strategy, "strategy"))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise check.ConfigError(" ".join(str(error).split())) from error
+
+
+@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+def main(node: DictConfig) -> None:
+    """One job."""
+    config = check.load(node)
+    hydra_config = HydraConfig.get()
+    from experiments.launch import launch  # torch, megatron-core and transformers, only now
+
+    status = launch(
+        config,
+        node,
+        strategy_name=hydra_config.runtime.choices["strategy"],
+        run_dir=Path(hydra_config.runtime.output_dir),
+    )
+    if status:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        precheck(sys.argv[1:])
+    except check.ConfigError as error:
+        print(f"run.py: bad configuration: {error}", file=sys.stderr)
+        sys.exit(2)
+    main()
