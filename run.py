@@ -6,6 +6,10 @@ within seconds; torch and the engines are imported only after that.
 
 from __future__ import annotations
 
+import time
+
+STARTED = time.perf_counter()
+
 import sys
 from itertools import product
 from pathlib import Path
@@ -45,7 +49,7 @@ def precheck(argv: list[str]) -> None:
         check.ConfigError: the first job that cannot run, with the reason in one line.
     """
     args = get_args_parser().parse_args(argv)
-    if args.help or args.hydra_help or args.version or args.cfg or args.info or args.shell_completion:
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         return
     overrides: list[str] = args.overrides
     if args.config_dir:
@@ -56,7 +60,16 @@ def precheck(argv: list[str]) -> None:
                 config = check.load(hydra.compose(args.config_name or "config", overrides=job))
                 check.check(config, check.build_strategy(config.strategy, "strategy"))
     except (HydraException, OmegaConfBaseException) as error:
-        raise check.ConfigError(" ".join(str(error).split())) from error
+        raise check.ConfigError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Returns Hydra's message and its cause in one line, without its advice (search paths, `+key`) and type dumps."""
+    text = str(error)
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text = f"{text.rstrip('.')}: {error.__cause__}"
+    lines = [line for line in text.splitlines() if not line.strip().startswith(("object_type=", "full_key:", "To append"))]
+    return " ".join(" ".join(lines).split("Config search path")[0].split())
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
@@ -71,6 +84,7 @@ def main(node: DictConfig) -> None:
         node,
         strategy_name=hydra_config.runtime.choices["strategy"],
         run_dir=Path(hydra_config.runtime.output_dir),
+        started=STARTED,
     )
     if status:
         sys.exit(status)

@@ -20,6 +20,7 @@ class Sample:
         dataset: name of the problem's dataset.
         reward: the verifier's score.
         version_started: weight version that the engine held when the rollout was admitted.
+        retractions: times that the engine put its requests back into the queue.
     """
 
     rollout: Rollout
@@ -27,6 +28,7 @@ class Sample:
     dataset: str
     reward: float
     version_started: int
+    retractions: int
 
 
 class Interrupted(Exception):
@@ -40,6 +42,7 @@ class SampleQueue:
         self._groups: deque[list[Sample]] = deque(groups)
         self._changed = asyncio.Event()
         self._interrupted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, group: list[Sample]) -> None:
         """Appends the finished rollouts of one problem."""
@@ -47,9 +50,10 @@ class SampleQueue:
         self._changed.set()
 
     def interrupt(self) -> None:
-        """Makes the waiting and every later `take` raise `Interrupted`."""
+        """Makes the waiting and every later `take` raise `Interrupted`. Callable from a signal handler."""
         self._interrupted = True
-        self._changed.set()
+        if self._loop is not None:  # wakes an event loop that waits for nothing but us
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     async def take(self, count: int) -> list[Sample]:
         """Waits for `count` groups and returns their samples, group after group.
@@ -57,6 +61,7 @@ class SampleQueue:
         Raises:
             Interrupted: `interrupt` was called.
         """
+        self._loop = asyncio.get_running_loop()
         while not self._interrupted:
             if len(self._groups) >= count:
                 return [sample for _ in range(count) for sample in self._groups.popleft()]

@@ -10,12 +10,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from experiments.buffer import Interrupted, Sample, SampleQueue
 from experiments.clock import Clock
 from experiments.engines.base import Engine, PauseMode
+from experiments.metrics import route_keys as keys
 from experiments.rollout import Rollouter
+from experiments.timing import Stopwatch
 from experiments.trainers.base import Trainer
 
 
@@ -72,6 +74,7 @@ class Loop:
         queue: SampleQueue,
         reopen_window: Callable[[int], None],
         tracker: Tracker,
+        stopwatch: Stopwatch,
         save_checkpoint: Callable[[], None],
         progress: Progress,
     ):
@@ -84,6 +87,7 @@ class Loop:
         self._queue = queue
         self._reopen_window = reopen_window
         self._tracker = tracker
+        self._stopwatch = stopwatch
         self._save_checkpoint = save_checkpoint
         self.progress = progress
         self.sync_seconds = 0.0
@@ -117,14 +121,18 @@ class Loop:
             except Interrupted:
                 await self._stop_here()
                 raise
-            started = time.perf_counter()
             metrics = await self._clock.run(
                 lambda batch=samples: self._learner.step(progress.step, batch, progress.version), settings.update_s
             )
             progress.step += 1
             progress.clock_s = self._clock.now()
-            metrics |= {"loop/clock_s": progress.clock_s, "loop/queued_samples": float(self._queue.samples)}
-            self._tracker.log(progress.step, metrics, {"time/update_s": time.perf_counter() - started})
+            metrics |= {
+                str(keys.VIRTUAL_TIME): progress.clock_s,
+                str(keys.QUEUE_SIZE): self._queue.samples,
+                str(keys.IN_FLIGHT): self._rollouter.open_rollouts,
+                str(keys.TRAINER_VERSION): progress.version,
+            }
+            self._tracker.log(progress.step, metrics, self._stopwatch.lap())
             if progress.step % settings.sync_interval == 0:
                 await self._sync()
         await self._stop_here()
@@ -163,7 +171,3 @@ def first_error(error: BaseException) -> BaseException:
         error = error.exceptions[0]
     return error
 
-
-def state_of(progress: Progress) -> dict[str, Any]:
-    """Returns the plain values of a checkpoint."""
-    return {"step": progress.step, "version": progress.version, "clock_s": progress.clock_s}

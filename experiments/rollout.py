@@ -69,6 +69,7 @@ class OpenRollout:
     prompt_ids: NDArray[np.int32]
     version_started: int
     calls: list[EngineCall] = field(default_factory=list)
+    retractions: int = 0
     finished: bool = False
 
     def tokens(self) -> NDArray[np.int32]:
@@ -172,7 +173,11 @@ class Rollouter:
         for opened in group.rollouts:
             rollout = opened.close(self._shape)
             reward = self._problems.reward(problem, rollout.tokens[rollout.prompt_len :])
-            samples.append(Sample(rollout, group.problem_index, problem.dataset, reward, opened.version_started))
+            samples.append(
+                Sample(
+                    rollout, group.problem_index, problem.dataset, reward, opened.version_started, opened.retractions
+                )
+            )
         del self._open[group.problem_index]
         self._queue.put(samples)
 
@@ -186,6 +191,7 @@ class Rollouter:
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
             reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed))
             rollout.calls.append(reply.call)
+            rollout.retractions += reply.retractions
             rollout.finished = reply.call.finish != "abort"
             empty_aborts = 0 if reply.call.new_tokens else empty_aborts + 1
             if empty_aborts > self._limits.empty_aborts and not rollout.finished:

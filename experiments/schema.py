@@ -131,7 +131,7 @@ class WarmStartConfig:
     batch_size: int = MISSING
     learning_rate: float = MISSING
     seed: int = MISSING
-    cache_dir: str = MISSING
+    cache_dir: str | None = MISSING  # null: the user cache folder
 
 
 @dataclass

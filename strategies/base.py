@@ -11,8 +11,8 @@ from strategies.types import ReplayView, Rollout
 class MergeStrategy(Protocol):
     """A pure function from a recorded rollout to the views that the trainer replays.
 
-    `single_view` says whether every rollout yields exactly one view. Losses that need all tokens of a rollout in one forward
-    (a sequence-level importance ratio) accept only such strategies.
+    `single_view` says whether every rollout yields exactly one view. Losses that need all tokens of a rollout in one
+    forward (a sequence-level importance ratio) accept only such strategies.
     """
 
     single_view: bool

@@ -1,11 +1,12 @@
 """What the engine recorded (`EngineCall`, `Rollout`) and what the trainer replays (`ReplayView`).
 
-Nothing is thrown away at record time: a rollout keeps every call with the rows that the call returned, so that any merge
-strategy can be applied to it, then or later. This module imports numpy only, so that it runs in any worker process.
+Nothing is thrown away at record time: a rollout keeps every call with the rows that the call returned, so that any
+merge strategy can be applied to it, then or later. This module imports numpy only, so that it runs in any worker.
 
-Legend: `P` prompt tokens, `T` tokens in all, `s` input tokens of one call, `n` tokens that the call generated, `L` layers,
-`K` experts chosen per token. Token positions are absolute: 0..T-1. The **row** of position i, `[L, K]` expert ids, is how token
-i was routed when it was fed; the prediction of token i+1 used it. The last sampled token is never fed and has no row.
+Legend: `P` prompt tokens, `T` tokens in all, `s` input tokens of one call, `n` tokens that the call generated, `L`
+layers, `K` experts chosen per token. Token positions are absolute: 0..T-1. The **row** of position i, `[L, K]` expert
+ids, is how token i was routed when it was fed; the prediction of token i+1 used it. The last sampled token is never fed
+and has no row.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ class EngineCall:
         output_ids: int32 `[n]`, n >= 0.
         log_probs: float32 `[n]`, log-prob of each token under the distribution it was sampled from, in nats.
             NaN marks a single token whose log-prob the engine did not return; it never carries loss.
-        rows: integer `[s + n - 1 - row_start, L, K]`, the row of position `row_start` first; None when the engine returned none.
+        rows: integer `[s + n - 1 - row_start, L, K]`, the row of position `row_start` first; None when the engine
+            returned none.
         versions: int32 `[n]`, weight version that sampled each token, or UNKNOWN_VERSION.
         finish: `stop`, `length` or `abort`.
         row_start: position of the first row (above 0: the engine sent delta rows).
         kv_kept: the prefix was not fed again: the KV cache of the call before it was kept, mixed versions and all.
-        mixed_rows: the engine recomputed the prefix *inside* this call under newer weights (a retraction across versions), so
-            that older tokens are paired with newer rows; no strategy can undo it.
+        mixed_rows: the engine recomputed the prefix *inside* this call under newer weights (a retraction across
+            versions), so that older tokens are paired with newer rows; no strategy can undo it.
+        surplus: integer `[1, L, K]`, the row of the last sampled token where the engine's convention sends one; that
+            token was never fed, so only the control `naive_concat` looks at it.
     """
 
     request_id: str
@@ -62,6 +66,7 @@ class EngineCall:
     row_start: int = 0
     kv_kept: bool = False
     mixed_rows: bool = False
+    surplus: Rows | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -93,6 +98,7 @@ class Rollout:
         prompt_len: `P`.
         calls: every engine call, also those that generated nothing.
         num_layers, top_k, num_experts: shape and range of a row.
+        trainer_version: weight version that the update starts from, set before merging; None while it is not known.
     """
 
     rollout_id: str
@@ -102,6 +108,7 @@ class Rollout:
     num_layers: int
     top_k: int
     num_experts: int
+    trainer_version: int | None = None
 
     @property
     def length(self) -> int:
@@ -134,6 +141,10 @@ class Rollout:
         """Returns float32 `[T]`: the engine's log-prob of every generated token, NaN elsewhere (never 0.0)."""
         return self.per_token("log_probs", np.nan, np.float32)
 
+    def counted(self) -> NDArray[np.bool_]:
+        """Returns bool `[T]`: the tokens that may carry loss: generated, with a log-prob from the engine (not NaN)."""
+        return ~np.isnan(self.log_probs())
+
     def versions(self) -> NDArray[np.int32]:
         """Returns int32 `[T]`: the weight version of every generated token, UNKNOWN_VERSION elsewhere."""
         return self.per_token("versions", UNKNOWN_VERSION, np.int32)
@@ -145,12 +156,16 @@ class ReplayView:
 
     Attributes:
         rows: integer `[t-1, L, K]`; row i routes position i. A row of LIVE lets the trainer's router decide there.
-        loss_mask: bool `[t]`, by absolute token index: the tokens whose loss this forward carries. Entry 0 is False. Over the
-            views of one rollout every generated token is True at most once.
+        loss_mask: bool `[t]`, by absolute token index: the tokens whose loss this forward carries. Entry 0 is False.
+            Over the views of one rollout every generated token is True at most once, and a token without an engine
+            log-prob never.
+        freeze_live: live rows are recorded in the scoring pass before the update and replayed in every optimiser step
+            of it (R2), instead of being decided afresh in every forward.
     """
 
     rows: Rows
     loss_mask: NDArray[np.bool_]
+    freeze_live: bool = False
 
     @property
     def length(self) -> int:

@@ -1,7 +1,7 @@
 """The one place that imports reasoning_gym: without pycosat, and without its SyntaxWarnings reaching the user.
 
-reasoning_gym imports pycosat at its top although only `zebra_puzzles` uses it; pycosat has no wheel, so that a machine without a C
-compiler could not import any dataset. Its other submodules import one another through the package, so importing only some is not possible.
+reasoning_gym imports pycosat at its top although only `zebra_puzzles` uses it; pycosat has no wheel, so that a machine
+without a C compiler could not import any dataset. Importing one dataset alone imports the whole package all the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _import_reasoning_gym() -> ModuleType:
         sys.modules["pycosat"] = MissingModule("pycosat")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in its sources, shown when they are first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes, reported when its sources are compiled
             import reasoning_gym
     finally:
         if missing:

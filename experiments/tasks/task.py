@@ -1,7 +1,7 @@
-"""Problems without end and their rewards: a weighted mix of reasoning-gym datasets, verified by reasoning-gym's own scorers.
+"""Problems without end and their rewards: a weighted mix of reasoning-gym datasets with reasoning-gym's own scorers.
 
-A problem is a pure function of (task, seed, split, index). The prompt is a short template instead of the dataset's English question:
-a small character-level model would spend most of its tokens on text that never changes.
+A problem is a pure function of (task, seed, split, index). The prompt is a short template instead of the dataset's
+English question: a small character-level model would spend most of its tokens on text that never changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, get_type_hints
@@ -28,7 +27,7 @@ PROBED_ENTRIES = 200
 
 
 class Split(Enum):
-    """Independent streams of problems: no two share a generator seed of reasoning-gym (though a word may appear in both)."""
+    """Streams of problems: no two share a generator seed of reasoning-gym, though a word may appear in both."""
 
     train = 0  # PPO; follows the run's seed
     warm_start = 1  # supervised steps; follows the warm start's seed, so that all runs share one cached model
@@ -102,7 +101,7 @@ class _Dataset:
             score = float(self._generator.score_answer(answer, entry))
         except Exception as error:
             raise RuntimeError(
-                f"reasoning-gym's scorer of {self.name} failed on the answer {answer!r} (expected {entry['answer']!r}): "
+                f"reasoning-gym's scorer of {self.name} failed on the answer {answer!r} (right: {entry['answer']!r}): "
                 "RL needs a dataset whose scorer takes any text"
             ) from error
         if not math.isfinite(score):
@@ -113,7 +112,7 @@ class _Dataset:
 def _create_generator(cfg: DatasetConfig) -> Any:
     """Returns the reasoning-gym dataset with seed 0; names of an enum's values in `params` become its members."""
     if cfg.name not in reasoning_gym.factory.DATASETS:
-        raise ValueError(f"task dataset {cfg.name!r} is not a dataset of reasoning-gym {reasoning_gym.__name__}")
+        raise ValueError(f"task dataset {cfg.name!r} is not a dataset of reasoning-gym")
     if reserved := {"seed", "size"} & set(cfg.params):
         raise ValueError(f"task dataset {cfg.name}: {sorted(reserved)} in params is set by the task itself")
     config_class = reasoning_gym.factory.DATASETS[cfg.name][1]
@@ -143,7 +142,8 @@ class Task:
         """Builds the datasets. `seed` drives the train split; without a `tokenizer`, characters are the tokens.
 
         Raises:
-            ValueError: no dataset, a weight that is not positive, or a dataset, parameter or template that reasoning-gym lacks.
+            ValueError: no dataset, one listed twice, a weight that is not positive, or a dataset, parameter or template
+                field that reasoning-gym lacks.
         """
         if not cfg.datasets:
             raise ValueError(f"task {cfg.name}: datasets is empty")
@@ -167,8 +167,8 @@ class Task:
         """
         if not 0 <= index < MAX_INDEX:
             raise ValueError(f"problem index must be in 0..{MAX_INDEX - 1}, came {index}")
-        # Key ranges of two (seed, split) pairs do not overlap. The mix is drawn from a stream of its own: reasoning-gym seeds
-        # Python's generator with the key, and equal first draws would tie the dataset to the content of the problem.
+        # Key ranges of two (seed, split) pairs do not overlap. The mix is drawn from a stream of its own: reasoning-gym
+        # seeds Python's generator with the key, and equal draws would tie the dataset to the content of the problem.
         key = (self._seeds[split] * len(Split) + split.value) * MAX_INDEX + index
         dataset = random.Random(f"mix {key}").choices(self._datasets, self._weights)[0]
         entry = dataset.entry(key)
@@ -185,10 +185,10 @@ class Task:
         return np.append(ids, np.int32(self.tokenizer.eos_id))
 
     def reward(self, problem: Problem, output_ids: Sequence[int] | NDArray[np.integer[Any]]) -> float:
-        """Returns reasoning-gym's score of a response: 1.0 exactly for a right answer, partial credit as the dataset gives it.
+        """Returns reasoning-gym's score of a response: 1.0 for a right answer, partial credit as the dataset gives it.
 
-        The answer ends before the first stop token; a response without one (cut by the length limit) is scored as it stands. Other
-        special tokens are written out and so make the answer wrong.
+        The answer ends before the first stop token; a response without one (cut by the length limit) is scored as it
+        stands. Other special tokens are written out and so make the answer wrong.
 
         Raises:
             RuntimeError: the dataset's scorer failed.
@@ -216,20 +216,21 @@ class Task:
 
 
 def load_task(cfg: TaskConfig, seed: int, checkpoint: str | None = None) -> Task:
-    """Returns the task; with a `checkpoint` (Hugging Face folder) its tokenizer is used and checked against the task's texts.
+    """Returns the task; a `checkpoint` (Hugging Face folder) brings its own tokenizer.
 
     Raises:
-        ValueError: a text of the task does not survive encoding and decoding with the checkpoint's tokenizer.
+        ValueError: the checkpoint's tokenizer has no stop token, or does not give a text of the task back unchanged.
     """
     if checkpoint is None:
         return Task(cfg, seed)
     tokenizer = CheckpointTokenizer(Path(checkpoint).expanduser())
     task = Task(cfg, seed, tokenizer)
-    for problem in islice((task.problem(index, Split.held_out) for index in range(PROBED_ENTRIES)), PROBED_ENTRIES):
+    for problem in (task.problem(index, Split.held_out) for index in range(PROBED_ENTRIES)):
         for text in (problem.prompt, problem.entry["answer"]):
-            if tokenizer.decode(tokenizer.encode(text)) != text:
+            back = tokenizer.decode(tokenizer.encode(text))
+            if back != text:
                 raise ValueError(
-                    f"the tokenizer in {checkpoint} does not cover task {cfg.name}: dataset {problem.dataset}, text {text!r} "
-                    f"comes back as {tokenizer.decode(tokenizer.encode(text))!r}"
+                    f"the tokenizer in {checkpoint} does not cover task {cfg.name}: "
+                    f"dataset {problem.dataset}, text {text!r} comes back as {back!r}"
                 )
     return task

@@ -14,14 +14,16 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-BASE_ALPHABET = "".join(chr(code) for code in range(ord(" "), ord("~") + 1))
-"""Printable ASCII: every task shares these ids, so that a rare capital letter cannot stop a run."""
+_STORY_LETTERS = "àçéêëïôû"  # of the story that reasoning-gym takes words from; each occurs once or a few times
+BASE_ALPHABET = "".join(chr(code) for code in range(ord(" "), ord("~") + 1)) + _STORY_LETTERS + _STORY_LETTERS.upper()
+"""Printable ASCII and rare letters of reasoning-gym's words: a sample of problems misses them, a long run does not."""
 
 
 class Tokenizer(Protocol):
     """What a task needs of a tokenizer."""
 
     pad_id: int
+    bos_id: int | None
     eos_id: int
     vocab_size: int
 
@@ -43,13 +45,18 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token per character, with `<pad>`=0, `<bos>`=1, `<eos>`=2; plain dict lookups, equal to the Hugging Face tokenizer it saves."""
+    """One token per character, with `<pad>`=0, `<bos>`=1, `<eos>`=2.
+
+    Plain dict lookups, equal to the Hugging Face tokenizer that `save` writes; `extra_characters` join the base alphabet.
+    """
 
     def __init__(self, extra_characters: Iterable[str] = ()):
         extra = sorted(set(extra_characters) - set(BASE_ALPHABET))
         self._texts = [*SPECIAL_TOKENS, *BASE_ALPHABET, *extra]
         self._ids = {text: index for index, text in enumerate(self._texts)}
-        self.pad_id, self.bos_id, self.eos_id = range(3)
+        self.pad_id: int = 0
+        self.bos_id: int | None = 1
+        self.eos_id: int = 2
         self.vocab_size = len(self._texts)
 
     @property
@@ -63,7 +70,7 @@ class CharTokenizer:
         Raises:
             ValueError: a character is not in the alphabet.
         """
-        return [self.bos_id, *self.encode(text)]
+        return [self._ids["<bos>"], *self.encode(text)]
 
     def encode(self, text: str) -> list[int]:
         """Returns the characters' ids.
@@ -90,7 +97,7 @@ class CharTokenizer:
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         fast.decoder = decoders.Fuse()
         pad, bos, eos = SPECIAL_TOKENS
-        fast.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, self.bos_id)])
+        fast.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, self._ids[bos])])
         PreTrainedTokenizerFast(
             tokenizer_object=fast,
             pad_token=pad,
@@ -107,14 +114,12 @@ class CheckpointTokenizer:
     def __init__(self, folder: Path):
         self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
         self.vocab_size = len(self._tokenizer)
-        self.eos_id = self._id("eos_token")
-        self.pad_id = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self.eos_id
-
-    def _id(self, name: str) -> int:
-        index = getattr(self._tokenizer, f"{name}_id")
-        if index is None:
-            raise ValueError(f"the tokenizer in {self._tokenizer.name_or_path} has no {name}: a response could not end")
-        return index
+        eos_id: int | None = self._tokenizer.eos_token_id
+        if eos_id is None:
+            raise ValueError(f"the tokenizer in {folder} has no eos_token: a response could not end")
+        self.eos_id: int = eos_id
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.pad_id: int = eos_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a prompt, with the special tokens that the tokenizer adds."""
@@ -131,5 +136,3 @@ class CheckpointTokenizer:
     def save(self, folder: Path) -> None:
         """Writes the tokenizer in Hugging Face format."""
         self._tokenizer.save_pretrained(str(folder))
-
-

@@ -1,0 +1,271 @@
+"""Builds the parts of one run from its configuration and runs the loop: the only place that names concrete engines and trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import checkpoint
+from experiments.buffer import Admission, Interrupted, SampleQueue
+from experiments.check import build_strategy
+from experiments.clock import Clock, VirtualClock, WallClock
+from experiments.engines.embedded import EmbeddedEngine
+from experiments.learner import PPOLearner, ShadowPlan
+from experiments.loop import Loop, LoopSettings, Progress, first_error
+from experiments.rollout import Rollouter, RolloutLimits, RowShape
+from experiments.schema import ClockKind, Config
+from experiments.summary import closing_table
+from experiments.tasks.task import Task, load_task
+from experiments.timing import Stopwatch, Totals
+from experiments.tracking import Tracker
+from experiments.trainers.megatron import MegatronTrainer
+from experiments.warm_start import PreparedModel, prepare_model
+from strategies import Exact
+
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+
+TRACEBACK = "traceback.txt"
+
+CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads")
+"""Keys that a resumed run may set anew; any other difference would make it another experiment."""
+
+
+def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Path, started: float) -> int:
+    """Runs one experiment in `run_dir` and returns the exit code.
+
+    Args:
+        config: the typed configuration; node: the same as Hydra composed it.
+        strategy_name: name of the strategy's YAML.
+        run_dir: where everything is written.
+        started: `time.perf_counter()` at the start of the process.
+    """
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    saved = _saved(config, node, run_dir)
+    task = load_task(config.task, config.seed, config.model.checkpoint)
+    model = prepare_model(config.model, task, progress=config.tracking.progress)
+    with MegatronTrainer(
+        model.config, model.weights, settings=config.trainer, temperature=config.sampling.temperature
+    ) as trainer:
+        tracker = Tracker(
+            run_dir,
+            node,
+            strategy=strategy_name,
+            device=str(trainer.device),
+            resume_after=saved["progress"]["step"] if saved else None,
+        )
+        run = _build(config, node, strategy_name, run_dir, task, model, trainer, tracker, saved, started)
+        if saved:
+            trainer.load_state_dict(saved["trainer"])
+        return _supervise(run, tracker)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loop ready to go, its clock, and how to ask it to stop."""
+
+    loop: Loop
+    clock: Clock
+    interrupt: Callable[[], None]
+
+
+def _saved(config: Config, node: DictConfig, run_dir: Path) -> dict[str, Any] | None:
+    """Returns the checkpoint to continue from, or None for a new run.
+
+    Raises:
+        CheckpointError: no readable checkpoint, or it belongs to another configuration.
+    """
+    if config.resume is None:
+        return None
+    state = checkpoint.load(run_dir)
+    ours = _comparable(node)
+    for key, value in state["config"].items():
+        if ours.get(key) != value:
+            raise checkpoint.CheckpointError(
+                f"{run_dir} was run with {key}={value}, now {key}={ours.get(key)}; a resumed run may change only "
+                f"{', '.join(CHANGEABLE)}"
+            )
+    return state
+
+
+def _comparable(node: DictConfig) -> dict[str, str]:
+    """Returns the configuration flattened to `dotted.key: text`, without the keys that a resumed run may change."""
+    flat: dict[str, str] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                visit(item, f"{path}.{key}" if path else str(key))
+        elif path.split(".")[0] not in CHANGEABLE:
+            flat[path] = str(value)
+
+    visit(OmegaConf.to_container(node, resolve=True, enum_to_str=True), "")
+    return flat
+
+
+def _build(
+    config: Config,
+    node: DictConfig,
+    strategy_name: str,
+    run_dir: Path,
+    task: Task,
+    model: PreparedModel,
+    trainer: MegatronTrainer,
+    tracker: Tracker,
+    saved: dict[str, Any] | None,
+    started: float,
+) -> Run:
+    progress = Progress(**saved["progress"]) if saved else Progress()
+    clock = _clock(config, progress.clock_s)
+    engine = EmbeddedEngine(
+        model.config,
+        dtype=getattr(torch, config.engine.dtype.value),
+        max_running=config.engine.max_running,
+        max_prefill_tokens=config.engine.max_prefill_tokens,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        stop_ids=[task.tokenizer.eos_id],
+        clock=clock,
+        cost=config.schedule.cost,
+        device=trainer.device,
+    )
+    algorithm, schedule = config.algorithm, config.schedule
+    queue = SampleQueue(checkpoint.unpack_samples(saved["queue"]) if saved else [])
+    admission = Admission(int((1 + schedule.staleness_threshold) * schedule.sync_interval * algorithm.batch_size))
+    if saved:
+        admission.load_state_dict(saved["admission"])
+    rollouter = Rollouter(
+        engine=engine,
+        problems=task,
+        queue=queue,
+        admission=admission,
+        limits=RolloutLimits(
+            config.sampling.max_response_tokens, model.config.max_position_embeddings, schedule.max_empty_aborts
+        ),
+        shape=RowShape(model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.num_experts),
+        group_size=algorithm.group_size,
+        seed=config.seed,
+        version=lambda: progress.version,
+        open_groups=checkpoint.unpack_groups(saved["open_groups"]) if saved else [],
+        next_problem=saved["next_problem"] if saved else 0,
+    )
+    learner = PPOLearner(
+        trainer=trainer,
+        strategy_name=strategy_name,
+        strategy=build_strategy(config.strategy, "strategy"),
+        algorithm=algorithm,
+        max_response_tokens=config.sampling.max_response_tokens,
+        shadow=ShadowPlan(
+            config.shadow.every,
+            {name: build_strategy(n, f"shadow.strategies.{name}") for name, n in config.shadow.strategies.items()},
+            Exact(),
+        ),
+        reference=model.weights if algorithm.kl_coef > 0 else None,
+    )
+
+    def save() -> None:
+        checkpoint.save(
+            run_dir,
+            {
+                "config": _comparable(node),
+                "progress": vars(progress),
+                "trainer": trainer.state_dict(),
+                "queue": checkpoint.pack_samples(queue.groups),
+                "open_groups": checkpoint.pack_groups(rollouter.open_groups),
+                "next_problem": rollouter.next_problem,
+                "admission": admission.state_dict(),
+            },
+        )
+
+    def totals() -> Totals:
+        e, t = engine.stats(), trainer.stats()
+        return Totals(
+            generate=e.busy_s,
+            score=t.score_s,
+            train=t.update_s,
+            sync=loop.sync_seconds,
+            models=e.forward_s + t.model_s,
+            generated_tokens=e.generated_tokens,
+            trained_tokens=t.update_tokens,
+        )
+
+    loop = Loop(
+        settings=LoopSettings(
+            steps=config.steps,
+            groups_per_batch=algorithm.batch_size // algorithm.group_size,
+            sync_interval=schedule.sync_interval,
+            pause_mode=schedule.pause_mode.value,
+            update_s=schedule.cost.update_s,
+            sync_s=schedule.cost.sync_s,
+            checkpoint_every=config.checkpoint.every,
+        ),
+        clock=clock,
+        engine=engine,
+        trainer=trainer,
+        learner=learner,
+        rollouter=rollouter,
+        queue=queue,
+        reopen_window=admission.synced,
+        tracker=tracker,
+        stopwatch=Stopwatch(totals, started),
+        save_checkpoint=save,
+        progress=progress,
+    )
+    return Run(loop, clock, queue.interrupt)
+
+
+def _clock(config: Config, start_s: float) -> Clock:
+    return VirtualClock(start_s) if config.schedule.clock is ClockKind.virtual else WallClock(start_s)
+
+
+def _supervise(run: Run, tracker: Tracker) -> int:
+    """Runs the loop, records how it ended and prints the closing table."""
+    status, error = "failed", None
+    try:
+        with _interruptible(run.interrupt):
+            run.clock.run_loop(run.loop.run())
+        status = "completed"
+    except Interrupted:
+        status = "interrupted"
+    except BaseException as raised:
+        leaf = first_error(raised)
+        error = f"{type(leaf).__name__}: {leaf}"
+        (tracker.folder / TRACEBACK).write_text("".join(traceback.format_exception(raised)), encoding="utf-8")
+        if not isinstance(leaf, Exception):
+            raise
+    finally:
+        summary = tracker.finish(status, error)
+    if error:
+        print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
+        return FAILED
+    print(closing_table(summary))
+    if status == "interrupted":
+        print(f"Interrupted after a checkpoint. Continue with: python run.py ... resume={tracker.folder}", file=sys.stderr)
+        return INTERRUPTED
+    return COMPLETED
+
+
+@contextmanager
+def _interruptible(interrupt: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks for a checkpoint between two updates, the second one stops at once."""
+
+    def ask(signum: int, frame: Any) -> None:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        print("\nrun.py: stopping after this update, with a checkpoint; once more to stop at once", file=sys.stderr)
+        interrupt()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

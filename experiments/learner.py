@@ -1,0 +1,183 @@
+"""One update: advantages, replay views, old log-probs, optimiser steps, metrics. It holds a strategy and a trainer by contract only.
+
+Legend: `B` rollouts of the batch, `T` tokens of a rollout, `t` tokens of one of its views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments import ppo
+from experiments.buffer import Sample
+from experiments.reporting import MiniStep, UpdateRecord, update_metrics
+from experiments.schema import AlgorithmConfig, OldLogProb
+from experiments.scoring import BatchScorer, ScoredViews, merge, replay_sequence
+from experiments.trainers.base import Trainer, TrainSequence
+from strategies.base import MergeStrategy
+from strategies.types import ReplayView, Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+EXACT = "exact"
+"""Name of the reference views in merge metrics."""
+
+
+@dataclass(frozen=True)
+class ShadowPlan:
+    """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact views."""
+
+    every: int
+    strategies: Mapping[str, MergeStrategy]
+    exact: MergeStrategy
+
+    def due(self, step: int) -> bool:
+        """Says whether update `step`, counted from 0, is scored."""
+        return self.every > 0 and step % self.every == 0
+
+
+class PPOLearner:
+    """Implements the loop's `Learner`.
+
+    `reference` are the weights of the policy that the KL term keeps close to; needed only when `algorithm.kl_coef` is above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        strategy_name: str,
+        strategy: MergeStrategy,
+        algorithm: AlgorithmConfig,
+        max_response_tokens: int,
+        shadow: ShadowPlan,
+        reference: Mapping[str, torch.Tensor] | None,
+    ):
+        self._trainer = trainer
+        self._strategy_name = strategy_name
+        self._strategy = strategy
+        self._algorithm = algorithm
+        self._max_response_tokens = max_response_tokens
+        self._shadow = shadow
+        self._reference = reference
+
+    def step(self, step: int, samples: list[Sample], version: int) -> dict[str, float]:
+        """Takes update `step` on `samples` and returns its metrics; the trainer's last sync was weight version `version`.
+
+        Raises:
+            MergeError: the strategy lacks rows; names the rollout.
+            RuntimeError: a non-finite loss, gradient or metric; nothing is replaced.
+        """
+        rollouts = [sample.rollout for sample in samples]
+        rewards = np.array([sample.reward for sample in samples])
+        groups = np.array([sample.problem_index for sample in samples])
+        advantages = ppo.group_advantages(rewards, groups, self._algorithm.normalize_advantages)
+        views = merge(self._strategy, rollouts)
+        scored = self._score(step, rollouts, views)
+        own = scored.get(self._strategy_name)
+        old = self._old_log_probs(rollouts, own)
+        reference = self._reference_log_probs(rollouts, views)
+        mini_steps = [
+            self._mini_step(chunk, rollouts, views, old, advantages, reference)
+            for _ in range(self._algorithm.epochs)
+            for chunk in np.array_split(np.arange(len(samples)), self._algorithm.mini_batches)
+        ]
+        return update_metrics(
+            UpdateRecord(
+                samples=samples,
+                views=views,
+                advantages=advantages,
+                trainer_version=version,
+                strategy=self._strategy_name,
+                before=own.log_probs if own else mini_steps[0].log_probs,
+                mini_steps=mini_steps,
+                decoupled=self._algorithm.old_log_prob is OldLogProb.decoupled,
+                scored=scored if self._shadow.due(step) else {},
+                exact=EXACT,
+            ),
+            self._algorithm,
+            self._max_response_tokens,
+        )
+
+    def _score(
+        self, step: int, rollouts: list[Rollout], views: list[list[ReplayView]]
+    ) -> dict[str, ScoredViews]:
+        """Returns log-probs under the weights before the update, by strategy name, for what this update needs.
+
+        With a single optimiser step the update's own forward gives the strategy's log-probs; scoring them again would cost a forward.
+        """
+        wanted: dict[str, list[list[ReplayView]]] = {}
+        single_step = self._algorithm.mini_batches * self._algorithm.epochs == 1
+        if self._shadow.due(step):
+            shadows = {**self._shadow.strategies, EXACT: self._shadow.exact}
+            wanted = {name: merge(strategy, rollouts) for name, strategy in shadows.items()}
+        if wanted or not single_step or self._algorithm.old_log_prob is OldLogProb.decoupled:
+            wanted[self._strategy_name] = views
+        return BatchScorer(self._trainer, rollouts).score(wanted)
+
+    def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:
+        """Returns per rollout float32 `[T]`: the old policy's log-probs, NaN where there are none."""
+        if self._algorithm.old_log_prob is OldLogProb.bypass:
+            return [rollout.log_probs() for rollout in rollouts]
+        assert own is not None
+        return own.per_rollout(rollouts)
+
+    def _reference_log_probs(
+        self, rollouts: list[Rollout], views: list[list[ReplayView]]
+    ) -> list[list[NDArray[np.float32]]] | None:
+        """Returns per rollout and view float32 `[t]` under the reference policy and its own router, as verl's reference worker."""
+        if self._algorithm.kl_coef == 0:
+            return None
+        assert self._reference is not None
+        live = [[ReplayView(np.full_like(v.rows, -1), v.loss_mask) for v in own] for own in views]
+        with self._trainer.using(self._reference):
+            return BatchScorer(self._trainer, rollouts).score({"reference": live})["reference"].log_probs
+
+    def _mini_step(
+        self,
+        chunk: NDArray[np.intp],
+        rollouts: Sequence[Rollout],
+        views: Sequence[Sequence[ReplayView]],
+        old: Sequence[NDArray[np.float32]],
+        advantages: NDArray[np.float32],
+        reference: Sequence[Sequence[NDArray[np.float32]]] | None,
+    ) -> MiniStep:
+        """Takes one optimiser step on the rollouts `chunk`."""
+        sequences = []
+        for group, index in enumerate(chunk):
+            rollout = rollouts[index]
+            weights = self._importance_weights(rollout, old[index])
+            for number, view in enumerate(views[index]):
+                t = view.length
+                fed = replay_sequence(rollout, view)
+                sequences.append(
+                    TrainSequence(
+                        token_ids=fed.token_ids,
+                        rows=fed.rows,
+                        rollout_id=fed.rollout_id,
+                        loss_mask=view.loss_mask,
+                        old_log_probs=old[index][:t],
+                        advantages=np.full(t, advantages[index], dtype=np.float32),
+                        weights=weights[:t],
+                        ref_log_probs=None if reference is None else reference[index][number],
+                        group=group,
+                    )
+                )
+        counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+        loss = ppo.policy_loss(self._algorithm, counted)
+        result = self._trainer.update(sequences, loss, entropy=self._algorithm.entropy_coef > 0)
+        remaining = iter(result.log_probs)
+        log_probs = [[next(remaining) for _ in views[index]] for index in chunk]
+        old_by_view = [[old[index][: view.length] for view in views[index]] for index in chunk]
+        return MiniStep(chunk=chunk, log_probs=log_probs, old_log_probs=old_by_view, result=result)
+
+    def _importance_weights(self, rollout: Rollout, old: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns float32 `[T]`: 1 in bypass mode, where the PPO ratio itself is against the engine's policy."""
+        if self._algorithm.old_log_prob is OldLogProb.bypass:
+            return np.ones(rollout.length, dtype=np.float32)
+        return ppo.truncated_importance_weights(old, rollout.log_probs(), self._algorithm.importance_weight_cap)

@@ -1,0 +1,155 @@
+"""Puts together everything that is logged about one update; the formulas are in experiments/metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.buffer import Sample
+from experiments.metrics import route_keys as keys
+from experiments.metrics.merge_error import merge_metrics
+from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, PG_LOSS
+from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics, shadow_metrics
+from experiments.metrics.replay import replay_metrics
+from experiments.metrics.rewards import reward_metrics
+from experiments.metrics.routes import against_exact, agreement_metrics, churn, churn_metrics
+from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.tokens import TokenTable
+from experiments.schema import AlgorithmConfig
+from experiments.scoring import ScoredViews
+from experiments.trainers.base import UpdateResult
+from strategies.types import ReplayView, Rollout
+
+FULL_REWARD = 1.0
+"""Reward of a solved problem, reasoning-gym's convention."""
+
+
+@dataclass(frozen=True, eq=False)
+class MiniStep:
+    """One optimiser step on the rollouts `chunk` (indices into the batch).
+
+    `log_probs` and `old_log_probs`: per rollout of the chunk, per view, float32 `[t]`; the former under the weights before the step.
+    """
+
+    chunk: NDArray[np.intp]
+    log_probs: list[list[NDArray[np.float32]]]
+    old_log_probs: list[list[NDArray[np.float32]]]
+    result: UpdateResult
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRecord:
+    """What one update saw and did.
+
+    Attributes:
+        samples: the batch, `[B]`; `views`, `advantages`: per rollout.
+        trainer_version: the trainer's weight version.
+        strategy: name of the strategy.
+        before: per rollout and view, the trainer's log-probs under the weights before the update.
+        mini_steps: in order.
+        decoupled: the old log-probs are the trainer's; in bypass mode they are the engine's.
+        scored: by name, views and log-probs of shadow scoring, all under the weights before the update; empty when it was not due.
+        exact: name of the exact views in `scored`.
+    """
+
+    samples: Sequence[Sample]
+    views: list[list[ReplayView]]
+    advantages: NDArray[np.float32]
+    trainer_version: int
+    strategy: str
+    before: list[list[NDArray[np.float32]]]
+    mini_steps: Sequence[MiniStep]
+    decoupled: bool
+    scored: Mapping[str, ScoredViews]
+    exact: str
+
+
+def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_response_tokens: int) -> dict[str, float]:
+    """Returns the metrics of one update, by the keys of experiments/metrics/registry.py.
+
+    Raises:
+        RuntimeError: a value is not finite; names key, count and rollouts.
+    """
+    rollouts = [sample.rollout for sample in record.samples]
+    table = _table(record, rollouts, record.views, record.before)
+    results = [step.result for step in record.mini_steps]
+    out = reward_metrics(
+        np.array([sample.reward for sample in record.samples]),
+        np.array([sample.problem_index for sample in record.samples]),
+        np.array([rollout.length - rollout.prompt_len for rollout in rollouts]),
+        FULL_REWARD,
+        max_response_tokens,
+    )
+    out |= gap_metrics(table, algorithm.importance_weight_cap) | best_shift(table)
+    out |= ppo_metrics([_mini_step_table(record, rollouts, step) for step in record.mini_steps], algorithm)
+    out |= staleness_metrics(rollouts, record.trainer_version, LoopCounts(_retractions(record), 0, 0))
+    out |= churn_metrics(churn(rollouts))
+    out |= replay_metrics(
+        reduce(add, (result.replay for result in results)),
+        [view for own in record.views for view in own],
+        algorithm.epochs,
+        rollouts[0].num_experts,
+        dropped={},
+    )
+    out |= {GRAD_NORM: _mean([r.grad_norm for r in results]), PG_LOSS: _mean([r.loss for r in results])}
+    entropy = [r.entropy for r in results if r.entropy is not None]
+    if entropy:
+        out[ENTROPY] = _mean(entropy)
+    return {str(key): value for key, value in (out | _shadow(record, rollouts, algorithm)).items()}
+
+
+def _shadow(record: UpdateRecord, rollouts: list[Rollout], algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Returns merge errors, route agreement and would-be ratios of every scored strategy; empty when nothing was scored."""
+    if not record.scored:
+        return {}
+    tables = {
+        name: _table(record, rollouts, scored.views, scored.log_probs) for name, scored in record.scored.items()
+    }
+    out: dict[str, float] = {}
+    for name, table in tables.items():
+        # Forwards repeat bit for bit on one machine, so that no noise floor has to be taken off.
+        out |= merge_metrics(table, tables[record.exact], name, floor=0.0)
+        if name != record.strategy:
+            out |= shadow_metrics(table, algorithm, name)
+    agreement = against_exact(record.views, record.scored[record.exact].views)
+    return out | (agreement_metrics(agreement) if agreement else {})
+
+
+def _table(
+    record: UpdateRecord,
+    rollouts: list[Rollout],
+    views: list[list[ReplayView]],
+    log_probs: list[list[NDArray[np.float32]]],
+) -> TokenTable:
+    return TokenTable.from_views(
+        rollouts,
+        views,
+        log_probs,
+        old_log_probs=log_probs if record.decoupled else None,
+        advantages=record.advantages,
+        trainer_version=record.trainer_version,
+    )
+
+
+def _mini_step_table(record: UpdateRecord, rollouts: list[Rollout], step: MiniStep) -> TokenTable:
+    return TokenTable.from_views(
+        [rollouts[i] for i in step.chunk],
+        [record.views[i] for i in step.chunk],
+        step.log_probs,
+        old_log_probs=step.old_log_probs if record.decoupled else None,
+        advantages=record.advantages[step.chunk],
+        trainer_version=record.trainer_version,
+    )
+
+
+def _retractions(record: UpdateRecord) -> int:
+    return sum(sample.retractions for sample in record.samples)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

@@ -1,0 +1,108 @@
+"""The tables: every number of the summary at its place, `-` where there is none, and a command to go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.summary import closing_table, comparison_table, read_summary
+
+
+def values(mean: float, **other: float) -> dict[str, float]:
+    return {"count": 10, "last": mean, "mean": mean, "p95": mean, "max": mean, "first_fifth": mean} | other
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    phases = {"generate": 4.0, "score": 1.0, "train": 3.0, "sync": 0.5, "other": 1.5, "models": 7.0}
+    return {
+        "status": "completed",
+        "error": None,
+        "steps": 10,
+        "strategy": "replace",
+        "seed": 1,
+        "old_log_prob": "bypass",
+        "command": "python run.py strategy=replace seed=1 hydra.run.dir=/somewhere",
+        "host": {"device": "cpu", "peak_memory_gib": 1.5},
+        "seconds": 100.2,
+        "folder": "outputs/x",
+        "metrics": {
+            "actor/ppo_kl": values(1.24e-4, p95=3e-4, max=9e-4, last=-2e-4),
+            "merge/replace/abs": values(2.9e-3),
+            "merge/exact/abs": values(0.0),
+            "reward/mean": values(0.4, first_fifth=0.25, last_fifth=0.55),
+            **{f"time/{name}_s": values(value) for name, value in phases.items()},
+            "time/startup_s": values(20.0, count=1),
+        },
+        **changes,
+    }
+
+
+def line(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(start))
+
+
+def test_the_closing_table_shows_every_statistic_and_a_dash_for_what_was_not_logged() -> None:
+    text = closing_table(summary())
+    assert line(text, "ppo_kl").split() == ["ppo_kl", "1.24e-04", "3.00e-04", "9.00e-04", "-2.00e-04"]
+    assert line(text, "|merge error|").split() == ["|merge", "error|", *["0.002900"] * 4]
+    assert line(text, "clip fraction").split() == ["clip", "fraction", "-", "-", "-", "-"]
+    assert "first fifth of the updates 0.2500, last fifth 0.5500" in text
+    assert "replace, seed 1: completed after 10 updates in 100 s" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_time_split_is_in_shares_of_its_sum() -> None:
+    text = closing_table(summary())
+    assert line(text, "time") == "time     generate 40%, score 10%, train 30%, sync 5%, other 15%"
+    assert line(text, "models") == (
+        "models   70% of it in the two models' forwards and backwards; start-up took 20.00 s more"
+    )
+    rarely = summary()
+    rarely["metrics"]["time/sync_s"] |= {"mean": 5.0, "count": 1}  # a sync of 5 s in one of ten updates
+    assert "sync 5%" in closing_table(rarely)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "status", "command", "expected"),
+    [
+        ("replace", "completed", "python run.py strategy=replace seed=1", "python run.py strategy=slice_concat seed=1"),
+        ("slice_concat", "completed", "python run.py steps=9", "python run.py steps=9 strategy=exact"),
+        (
+            "live",
+            "failed",
+            "python run.py -m strategy=live,exact",
+            "python run.py -m strategy=slice_concat",
+        ),
+        (
+            "exact",
+            "interrupted",
+            "python run.py strategy=exact resume=a hydra.run.dir=a",
+            "python run.py strategy=exact resume=outputs/x",
+        ),
+    ],
+)
+def test_the_next_command_keeps_the_overrides(strategy: str, status: str, command: str, expected: str) -> None:
+    text = closing_table(summary(strategy=strategy, status=status, command=command))
+    assert line(text, "next") == f"next     {expected}"
+
+
+def test_a_failure_and_the_blindness_of_decoupled_mode_are_said() -> None:
+    assert "error: no rows" in closing_table(summary(status="failed", error="no rows"))
+    assert "blind" in closing_table(summary(old_log_prob="decoupled"))
+    assert "blind" not in closing_table(summary())
+
+
+def test_several_runs_are_rows_of_one_table_with_their_commands() -> None:
+    exact = summary(strategy="exact", status="failed", command="python run.py strategy=exact")
+    text = comparison_table([summary(), exact])
+    assert line(text, "replace").split()[:5] == ["replace", "1", "1.2e-04", "3.0e-04", "9.0e-04"]
+    assert line(text, "exact (failed)").split()[-3:] == ["0", "0.250", "0.550"]
+    assert line(text, "exact, seed 1").endswith("python run.py strategy=exact")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_folder_without_a_summary_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"no summary.json in {tmp_path}"):
+        read_summary(tmp_path)
