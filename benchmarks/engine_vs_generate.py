@@ -1,8 +1,9 @@
-"""Tokens per second of the embedded engine and of transformers' `generate`: same model, same batch, one run, interleaved.
+"""Tokens per second of the embedded engine and of transformers' `generate`: same model and batch, interleaved.
 
-The engine also records rows and log-probs; `generate` is asked for tokens only, with the fastest settings found: left padding, KV cache,
-sdpa attention, grouped_mm experts, nothing returned but ids, no stop token to look for. Two batches: equal budgets (32 new tokens each), where
-continuous batching gains nothing, and ragged budgets, where `generate` decodes until the longest is done and only the tokens asked for count.
+The engine also records rows and log-probs; `generate` is asked for tokens only, with the fastest settings found: left
+padding, KV cache, sdpa attention, grouped_mm experts, nothing returned but ids, no stop token to look for. Two batches:
+equal budgets (32 new tokens each), where continuous batching gains nothing, and ragged budgets, where `generate`
+decodes until the longest is done and only the tokens asked for count.
 
 Usage: python -m benchmarks.engine_vs_generate [--rounds 5] [--threads 2] [--dtype float32] [--device cpu]
 Prints one line per batch; the exit status is 1 when a ratio is below 1.
@@ -91,7 +92,10 @@ def run_generate(model: Qwen3MoeForCausalLM, prompts: list[NDArray[np.int32]], b
     ids, mask = ids.to(model.device), mask.to(model.device)
     started = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        # The protocol that transformers types `generate` with does not admit its own models.
+        out = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids=ids, attention_mask=mask, generation_config=settings
+        )
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     assert tuple(out.shape) == (len(prompts), width + longest)
@@ -99,7 +103,7 @@ def run_generate(model: Qwen3MoeForCausalLM, prompts: list[NDArray[np.int32]], b
 
 
 def compare(model: Qwen3MoeForCausalLM, name: str, budgets: list[int], rounds: int) -> float:
-    """Prints the medians of both over `rounds` interleaved rounds, after one that warms up; returns engine / generate."""
+    """Prints medians over `rounds` interleaved rounds, after one that warms up; returns the ratio engine / generate."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB_SIZE, rng.integers(6, 17)).astype(np.int32) for _ in budgets]
     engine_rates, generate_rates, shares = [], [], []

@@ -1,8 +1,8 @@
 """Merge speed of a long rollout, against one copy of the final matrix and against verl's way.
 
-`python -m benchmarks.merge_speed` prints medians in ms for 32k tokens, 48 layers, top-8, 16 calls. verl's way joins with
-one concatenate per call, so it copies what it already holds again at every call. Rounds are interleaved and their order
-rotates, so that neither a slow moment of the machine nor what ran just before favours one of them.
+`python -m benchmarks.merge_speed` prints medians in ms for 32k tokens, 48 layers, top-8, 16 calls. verl's way joins
+with one concatenate per call, so it copies what it already holds again at every call. Rounds are interleaved and their
+order rotates, so that neither a slow moment of the machine nor what ran just before favours one of them.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ def load(node: DictConfig) -> Config:
     Raises:
         ConfigError: unknown keys (`+key=value` slips past Hydra's own check), missing values, unresolvable interpolations.
     """
-    for path in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, ""):
-        known = [f.name for f in fields(Config)]
+    for path, known in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, ""):
         close = difflib.get_close_matches(path.split(".")[-1], known, n=1)
         raise ConfigError(f"unknown key `{path}`" + (f"; did you mean `{close[0]}`?" if close else ""))
     missing = sorted(OmegaConf.missing_keys(node))
@@ -42,14 +41,15 @@ def load(node: DictConfig) -> Config:
     return config
 
 
-def _unknown_keys(node: Any, schema: Any, prefix: str) -> Iterator[str]:
+def _unknown_keys(node: Any, schema: Any, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields every key that the schema lacks, with the keys that stand beside it in the schema."""
     if not isinstance(node, Mapping) or not is_dataclass(schema):
         return
     known = {f.name: f for f in fields(schema)}
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in known:
-            yield path
+            yield path, list(known)
         else:
             default = known[key].default_factory
             yield from _unknown_keys(value, default if is_dataclass(default) else None, f"{path}.")

@@ -29,6 +29,7 @@ from experiments.tasks.task import Task, load_task
 from experiments.timing import Stopwatch, Totals
 from experiments.tracking import Tracker
 from experiments.trainers.megatron import MegatronTrainer
+from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
 from strategies import Exact
 
@@ -51,22 +52,37 @@ def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Pat
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     saved = _saved(config, node, run_dir)
+    device = resolve_device(config.trainer.device)
+    tracker = Tracker(
+        run_dir,
+        node,
+        strategy=strategy_name,
+        device=str(device),
+        resume_after=saved["progress"]["step"] if saved else None,
+    )
+    return _supervise(tracker, lambda: _train(config, node, strategy_name, run_dir, tracker, saved, started))
+
+
+def _train(
+    config: Config,
+    node: DictConfig,
+    strategy_name: str,
+    run_dir: Path,
+    tracker: Tracker,
+    saved: dict[str, Any] | None,
+    started: float,
+) -> None:
+    """Prepares the model, builds the parts and runs the loop to its end."""
     task = load_task(config.task, config.seed, config.model.checkpoint)
     model = prepare_model(config.model, task, progress=config.tracking.progress)
     with MegatronTrainer(
         model.config, model.weights, settings=config.trainer, temperature=config.sampling.temperature
     ) as trainer:
-        tracker = Tracker(
-            run_dir,
-            node,
-            strategy=strategy_name,
-            device=str(trainer.device),
-            resume_after=saved["progress"]["step"] if saved else None,
-        )
-        run = _build(config, node, strategy_name, run_dir, task, model, trainer, tracker, saved, started)
         if saved:
             trainer.load_state_dict(saved["trainer"])
-        return _supervise(run, tracker)
+        run = _build(config, node, strategy_name, run_dir, task, model, trainer, tracker, saved, started)
+        with _interruptible(run.interrupt):
+            run.clock.run_loop(run.loop.run())
 
 
 @dataclass(frozen=True)
@@ -227,12 +243,11 @@ def _clock(config: Config, start_s: float) -> Clock:
     return VirtualClock(start_s) if config.schedule.clock is ClockKind.virtual else WallClock(start_s)
 
 
-def _supervise(run: Run, tracker: Tracker) -> int:
-    """Runs the loop, records how it ended and prints the closing table."""
+def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
+    """Runs `train`, records how it ended, prints the closing table and returns the exit code."""
     status, error = "failed", None
     try:
-        with _interruptible(run.interrupt):
-            run.clock.run_loop(run.loop.run())
+        train()
         status = "completed"
     except Interrupted:
         status = "interrupted"
@@ -240,7 +255,7 @@ def _supervise(run: Run, tracker: Tracker) -> int:
         leaf = first_error(raised)
         error = f"{type(leaf).__name__}: {leaf}"
         (tracker.folder / TRACEBACK).write_text("".join(traceback.format_exception(raised)), encoding="utf-8")
-        if not isinstance(leaf, Exception):
+        if not isinstance(leaf, Exception):  # a second Ctrl-C
             raise
     finally:
         summary = tracker.finish(status, error)
@@ -248,10 +263,7 @@ def _supervise(run: Run, tracker: Tracker) -> int:
         print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
         return FAILED
     print(closing_table(summary))
-    if status == "interrupted":
-        print(f"Interrupted after a checkpoint. Continue with: python run.py ... resume={tracker.folder}", file=sys.stderr)
-        return INTERRUPTED
-    return COMPLETED
+    return INTERRUPTED if status == "interrupted" else COMPLETED
 
 
 @contextmanager

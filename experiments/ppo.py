@@ -102,10 +102,11 @@ def policy_loss(settings: AlgorithmConfig, counted_tokens: int) -> PolicyLoss:
     mini-batch add up to the loss.
 
     Gradient flows through `log_probs` and `entropy` alone; old and reference log-probs, advantages and importance
-    weights are stopped. The KL term penalises KL(policy || reference) by `kl_estimator`, with x = log_prob -
-    ref_log_prob: k1 = x has the KL as its mean, but a gradient of mean 0: as a loss it does nothing; k2 = x^2 / 2 is the
-    one whose gradient is unbiased for the KL (on tokens sampled from the current policy); k3 = e^-x - 1 + x estimates
-    the KL well, and its gradient is that of KL(reference || policy) instead.
+    weights are stopped. The KL term penalises KL(policy || reference) by `kl_estimator`; x = log_prob - ref_log_prob:
+
+    - k1 = x has the KL as its mean but a gradient of mean 0: as a loss it does nothing.
+    - k2 = x^2 / 2 is the one whose gradient is unbiased for that of the KL, on tokens sampled from the current policy.
+    - k3 = e^-x - 1 + x estimates the KL with low variance; its gradient is that of KL(reference || policy).
 
     Args:
         settings: clip_low, clip_high, dual_clip, ratio_level, kl_coef, kl_estimator, entropy_coef are read.
@@ -162,7 +163,8 @@ def token_level_loss(batch: TokenBatch, settings: AlgorithmConfig) -> torch.Tens
 def sequence_level_loss(batch: TokenBatch, settings: AlgorithmConfig) -> torch.Tensor:
     """Returns float32 `[n]`: the clipped loss with the ratio of the whole response at every token.
 
-    s = exp(mean_t(log_prob - old)). The value of the ratio is s at every token; its gradient is s * d(log_prob_t), as s_t = sg[s] * p_t / sg[p_t]. No
+    s = exp(mean_t(log_prob - old)). The value of the ratio is s at every token; its gradient is s * d(log_prob_t), as
+    s_t = sg[s] * p_t / sg[p_t]. No
     dual clip. All counted tokens of a rollout (`batch.group`) must be in this micro-batch.
 
     Source: GSPO-token, arXiv 2507.18071 section 4.3; verl `compute_policy_loss_gspo`.

@@ -6,6 +6,8 @@ engine or a trainer.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -63,7 +65,9 @@ def build_qwen3_moe(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(config)
+        model = Qwen3MoeForCausalLM(
+            copy.deepcopy(config)
+        )  # a model writes its choice of kernels into its configuration
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     torch.nn.Module.to(model, device)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 class OldLogProb(Enum):
@@ -243,5 +243,6 @@ class Config:
 
 
 def register() -> None:
-    """Registers the schema under the name that `conf/config.yaml` lists first."""
+    """Registers what `conf/config.yaml` refers to: the schema, and a resolver that returns its first argument that is not null."""
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("first", lambda *values: next(v for v in values if v is not None), replace=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from strategies.types import ReplayView, Rollout
 
@@ -15,7 +15,7 @@ class MergeStrategy(Protocol):
     forward (a sequence-level importance ratio) accept only such strategies.
     """
 
-    single_view: bool
+    single_view: ClassVar[bool]
 
     def __call__(self, rollout: Rollout) -> list[ReplayView]:
         """Returns the replay views of `rollout`; an empty list when it has no generated token and needs none.

@@ -8,7 +8,18 @@ from typing import ClassVar
 import numpy as np
 
 from strategies.checks import check_rollout, clip, gather, row_dtype, rows_used, where
-from strategies.types import MergeError, ReplayView, Rollout
+from strategies.types import MergeError, ReplayView, Rollout, Rows
+
+BLOCK = 256
+"""Rows compared at a time."""
+
+
+def continues(first: Rows, longer: Rows) -> bool:
+    """Returns whether `first` `[m, L, K]` is the beginning of `longer`; stops at the first block that differs."""
+    return all(
+        np.array_equal(first[start : start + BLOCK], longer[start : min(start + BLOCK, len(first))])
+        for start in range(0, len(first), BLOCK)
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Exact:
             if not mask.any():
                 continue
             rows = gather(rollout, clip(rows_used(rollout, segment.call_index), 0, segment.last - 1), dtype)
-            if views and np.array_equal(rows[: len(views[-1].rows)], views[-1].rows):
+            if views and continues(views[-1].rows, rows):
                 mask[: views[-1].length] |= views.pop().loss_mask
             views.append(ReplayView(rows, mask))
         return views

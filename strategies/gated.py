@@ -43,7 +43,10 @@ def row_churn(rollout: Rollout, rows: Rows) -> NDArray[np.float64]:
             here = here[~settled[here]]
             newest[here] = call.rows[here - call.row_start]
             settled[here] = True
-    shared = (rows[..., :, None] == newest[..., None, :]).any(axis=-1).mean(axis=-1)  # [t-1, L]
+    shared = np.zeros(rows.shape[:2])  # [t-1, L]
+    for slot in range(rows.shape[2]):  # one slot at a time: all pairs at once would need K times the memory
+        shared += (rows == newest[..., slot, None]).any(axis=-1)
+    shared /= rows.shape[2]
     known = (rows[..., 0] != LIVE) & (newest[..., 0] != LIVE)
     return ((1.0 - shared) * known).sum(axis=-1) / np.maximum(known.sum(axis=-1), 1)
 

@@ -1,7 +1,7 @@
 """Attention of a decode step over a view of the slots, through transformers' attention interface.
 
-transformers' sdpa repeats the keys and values of every group for each query head, a copy of the whole occupied cache per
-layer and step. One token per sequence needs no copy: the query heads of a group stand where query positions would.
+transformers' sdpa repeats the keys and values of every group for each query head, a copy of the whole occupied cache
+per layer and step. One token per sequence needs no copy: the query heads of a group stand where query positions would.
 
 Legend: `R` sequences, `A` query heads, `H` key-value heads, `S` query tokens, `W` keys, `D` head dimension.
 """

@@ -234,14 +234,15 @@ class EmbeddedEngine:
         while True:
             await self._runnable.wait()
             async with self._boundary:
-                if self._paused:
+                # A pause that came first may have ended again meanwhile, and may have left nothing to do.
+                if self._paused or not self._has_work():
                     continue
                 try:
                     await self._advance()
                 except Exception as error:  # the border of the task: whoever waits gets the error
                     self._fail(error)
                     return
-                if not self._waiting and not self._batch.size:
+                if not self._has_work():
                     self._runnable.clear()
 
     async def _advance(self) -> None:
@@ -289,8 +290,11 @@ class EmbeddedEngine:
             future.set_result(reply)
 
     def _wake(self) -> None:
-        if not self._paused and (self._waiting or self._batch.size):
+        if not self._paused and self._has_work():
             self._runnable.set()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._batch.size > 0
 
     def _fail(self, error: Exception) -> None:
         self._failure = error

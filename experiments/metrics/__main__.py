@@ -1,6 +1,4 @@
-"""`python -m experiments.metrics` writes docs/metrics.md from the registry; `--check` fails when the file is not up
-to date.
-"""
+"""`python -m experiments.metrics` writes docs/metrics.md; `--check` fails when the file is not up to date."""
 
 from __future__ import annotations
 

@@ -43,8 +43,12 @@ class LogRatioAccumulator:
 
     @classmethod
     def of(cls, x: Float, sequence: NDArray[np.integer[Any]], cap: float) -> LogRatioAccumulator:
-        """Returns the accumulator of x `[N]`, N > 0, nats; `sequence` `[N]`: ids of whole sequences; `cap`: C of the
-        weights.
+        """Returns the accumulator of x `[N]`, N > 0, nats.
+
+        Args:
+            x: log-ratios.
+            sequence: `[N]`, id of each token's sequence, of which all tokens must be here.
+            cap: C of the truncated weights.
 
         Raises:
             RuntimeError: x is not finite somewhere.
@@ -84,9 +88,7 @@ class LogRatioAccumulator:
         return _percentiles(_CENTRES, folded, q)
 
     def largest_k3(self, tokens: int) -> float:
-        """Returns the sum of e^x - 1 - x over the `tokens` tokens where it is largest; the last bin is shared out
-        evenly.
-        """
+        """Returns the sum of e^x - 1 - x over the `tokens` tokens where it is largest; a cut bin is shared evenly."""
         filled = np.flatnonzero(self.counts)
         mean = self.k3_sums[filled] / self.counts[filled]
         order = filled[np.argsort(-mean)]

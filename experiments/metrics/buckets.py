@@ -41,9 +41,7 @@ def versions_bucket(table: TokenTable) -> Index:
 
 
 def boundary_bucket(table: TokenTable) -> Index:
-    """Returns `[N]`: signed distance to the nearest resume boundary; -1 without one, and 65 or more tokens before
-    it.
-    """
+    """Returns `[N]`: signed distance to the nearest resume boundary; -1 without one, and below -64."""
     bucket = np.searchsorted(_BOUNDARY_EDGES, table.boundary, side="right") - 1
     return np.where(table.segments == 1, -1, bucket)
 

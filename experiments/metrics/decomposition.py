@@ -60,7 +60,7 @@ def decompose(strategy: TokenTable, exact: TokenTable, generating: TokenTable) -
 
 
 def decomposition_metrics(parts: Decomposition) -> dict[str, float]:
-    """Returns `decomp/*`, metrics.md section 9; only the coverage when no token has its generating weights.
+    """Returns `decomp/*`; only the coverage when no token has its generating weights.
 
     mean(D^2) = sum of the parts' `_sq` + 2 * sum of the `cov_*`, exactly: the cross terms are means of products, not
     centred.

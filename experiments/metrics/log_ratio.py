@@ -101,9 +101,7 @@ class LogRatioSums:
 
     @classmethod
     def of(cls, x: Float, sequence: NDArray[np.integer[Any]], cap: float) -> LogRatioSums:
-        """Returns the statistics of x `[N]`, N > 0; `sequence` `[N]` holds the id of each token's sequence (all of
-        its tokens).
-        """
+        """Returns the statistics of x `[N]`, N > 0; `sequence` `[N]`: id of each token's whole sequence."""
         bounded = clamp(x)
         absolute = np.abs(x)
         excess = np.expm1(bounded)

@@ -36,7 +36,7 @@ def merge_errors(strategy: TokenTable, exact: TokenTable) -> Float:
 
 
 def merge_metrics(strategy: TokenTable, exact: TokenTable, name: str, floor: float) -> dict[str, float]:
-    """Returns `merge/<name>/*`, metrics.md section 8; empty when the strategy counts no token.
+    """Returns `merge/<name>/*`; empty when the strategy counts no token.
 
     Args:
         strategy, exact: tables over the same rollouts, scored under the same weights.

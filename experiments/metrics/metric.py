@@ -109,6 +109,10 @@ class Metric(str):
         self.source, self.in_verl, self.healthy, self.splits, self.shadow = source, in_verl, healthy, splits, shadow
         return self
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Pickles and copies as the plain key: metrics travel between processes, definitions do not."""
+        return str, (str(self),)
+
     def by(self, split: str, label: str) -> str:
         """Returns the key of one bucket.
 
@@ -137,7 +141,5 @@ def _expand(template: str) -> str:
 
 
 def under_strategy(metrics: Mapping[str, float], strategy: str) -> dict[str, float]:
-    """Returns the metrics with `strategy` after the group of every key, as shadow scoring logs them:
-    `gap/replace/abs`.
-    """
+    """Returns the metrics with `strategy` after the group of every key, as in `gap/replace/abs`."""
     return {"/".join((key.partition("/")[0], strategy, key.partition("/")[2])): value for key, value in metrics.items()}

@@ -1,9 +1,7 @@
-"""Keys of everything computed from log-ratios: the PPO ratio, the gap between rollout and trainer, and the stability
-of both.
+"""Keys of everything computed from log-ratios: PPO ratio, gap between rollout and trainer, stability of both.
 
 Legend: D = trainer's minus engine's log-prob of a token, d = current minus old log-prob, A advantage, C cap of the
-    truncated weights,
-N tokens, lse log-sum-exp. Expectations are over tokens that the rollout policy sampled.
+truncated weights, N tokens, lse log-sum-exp. Expectations are over tokens that the rollout policy sampled.
 """
 
 from __future__ import annotations

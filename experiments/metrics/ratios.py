@@ -3,7 +3,7 @@
 Nothing here is averaged over micro-batches or mini-steps: tables are concatenated first. Definitions: `ratio_keys.py`.
 
 Legend: `N` counted tokens; d current minus old log-prob; D trainer's minus engine's log-prob; C cap of the truncated
-    weights.
+weights.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ BAD_UPDATE_DROP = 0.5
 
 
 class Distribution(Protocol):
-    """What is needed of the distribution of a log-ratio beyond sums: exact values here, a histogram in
-    `accumulate.py`.
-    """
+    """What is needed of a log-ratio beyond sums: exact values here, a histogram in `accumulate.py`."""
 
     def percentiles(self, q: NDArray[np.float64]) -> Float:
         """Returns the q-th percentiles of x."""
@@ -64,9 +62,7 @@ class Exact:
 
 
 def ratio_statistics(ratio: str, sums: LogRatioSums, distribution: Distribution) -> dict[str, float]:
-    """Returns the stability statistics of e^x under the prefix `ratio` (`gap_ratio` or `ppo_ratio`), metrics.md
-    section 6.
-    """
+    """Returns the stability statistics of e^x under the prefix `ratio` (`gap_ratio` or `ppo_ratio`)."""
     n = sums.n
     percentiles = np.exp(clamp(distribution.percentiles(np.array([float(q) for q in PERCENTILES]))))
     out = {m.RATIO_PERCENTILE.format(ratio=ratio, q=q): float(p) for q, p in zip(PERCENTILES, percentiles, strict=True)}
@@ -130,8 +126,7 @@ def ppo_statistics(sums: LogRatioSums, distribution: Distribution) -> dict[str, 
 
 
 def gap_metrics(table: TokenTable, cap: float) -> dict[str, float]:
-    """Returns everything about D = trainer's minus engine's log-prob, metrics.md sections 5 and 6; empty for an
-    empty table.
+    """Returns everything about D = trainer's minus engine's log-prob; empty for an empty table.
 
     Args:
         table: `log_probs` are the trainer's at scoring time, under the strategy's rows.
@@ -150,13 +145,11 @@ def gap_metrics(table: TokenTable, cap: float) -> dict[str, float]:
 
 
 def ppo_metrics(mini_steps: Sequence[TokenTable], settings: AlgorithmConfig) -> dict[str, float]:
-    """Returns everything about d = current minus old log-prob over an update, metrics.md sections 4 and 6; empty
-    without tokens.
+    """Returns everything about d = current minus old log-prob over an update; empty without tokens.
 
-    `actor/ppo_kl` and the others are over all tokens of all mini-steps. Only the first mini-step isolates the
-    rollout gap, because the
-    weights are still those of scoring time: it is logged as `..._by_mini_step/first`, the last one as `.../last`
-        (equal for one).
+    `actor/ppo_kl` and the others are over all tokens of all mini-steps. Only the first mini-step isolates the rollout
+    gap, because the weights are still those of scoring time: it is logged as `..._by_mini_step/first`, the last one as
+    `.../last` (equal to the first when there is one).
 
     Args:
         mini_steps: one table per optimiser step, in order; `log_probs` under the weights before that step.
@@ -191,8 +184,7 @@ def _update_metrics(table: TokenTable, settings: AlgorithmConfig) -> dict[str, f
 
 
 def shadow_metrics(table: TokenTable, settings: AlgorithmConfig, strategy: str) -> dict[str, float]:
-    """Returns the would-be PPO and gap metrics of a strategy, its name after the group of each key:
-    `actor/replace/ppo_kl`.
+    """Returns the would-be PPO and gap metrics of a strategy, as in `actor/replace/ppo_kl`.
 
     Args:
         table: tokens under the strategy's views, scored under the weights before the update.
@@ -222,8 +214,7 @@ def floor_metrics(first: Float, second: Float) -> dict[str, float]:
 
 
 def best_shift(table: TokenTable) -> dict[str, float]:
-    """Returns `gap/shift_best`, or nothing where a correlation is not defined (fewer than three pairs, constant
-    log-probs).
+    """Returns `gap/shift_best`, or nothing where a correlation is undefined (few or constant tokens).
 
     0 wins ties. Anything but 0 at the first step means that rows or log-probs are off by one: the run should stop.
     """
@@ -256,9 +247,7 @@ def _mini_step_metrics(label: str, table: TokenTable, settings: AlgorithmConfig)
 
 
 def _clip_flags(table: TokenTable, settings: AlgorithmConfig) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns bool `[N]` twice: the clipped loss exceeds the plain one; the dual clip is active (never at sequence
-    level).
-    """
+    """Returns bool `[N]` twice: the clipped loss exceeds the plain one; the dual clip is active (token level)."""
     x = table.log_probs - table.old_log_probs
     advantages = table.advantages
     if settings.ratio_level is RatioLevel.sequence:

@@ -26,7 +26,7 @@ def replay_metrics(
     dropped: Mapping[str, int],
     layers_used: int | None = None,
 ) -> dict[str, float]:
-    """Returns `replay/*`, metrics.md section 10.
+    """Returns `replay/*`.
 
     Args:
         counts: what the forwards of the update did, added up.

@@ -1,9 +1,7 @@
-"""Keys of everything that is not a log-ratio: routes, merge error, decomposition, replay, staleness, rewards and the
-loop.
+"""Keys of all that is not a log-ratio: routes, merge error, decomposition, replay, staleness, rewards, the loop.
 
 Legend: A, B the expert sets of one position and layer (a cell) in two sources, o = |A and B|, k experts per token, L
-    MoE layers,
-m the merge error of a token.
+MoE layers, m the merge error of a token.
 """
 
 from __future__ import annotations

@@ -157,12 +157,10 @@ def churn_metrics(agreement: RouteAgreement | None) -> dict[str, float]:
 def against_exact(
     views: Sequence[Sequence[ReplayView]], exact: Sequence[Sequence[ReplayView]]
 ) -> RouteAgreement | None:
-    """Returns the agreement of a strategy's rows with the exact ones, over all positions of every exact view; None
-    without any.
+    """Returns the agreement of a strategy's rows with the exact ones, over all positions; None without any.
 
     The exact view of a segment is compared with the view of the strategy that carries loss in it, prefix included: a
-        changed
-    prefix row reaches later tokens through attention. Segments without loss under the strategy are left out.
+    changed prefix row reaches later tokens through attention. Segments without loss under the strategy are left out.
 
     Args:
         views, exact: per rollout, the views of the strategy and of `exact`.
@@ -180,9 +178,7 @@ def against_exact(
 
 
 def audit_metrics(agreement: RouteAgreement | None) -> dict[str, float]:
-    """Returns `route/audit_mismatch`: recorded rows of exact views against the live router under the generating
-    weights.
-    """
+    """Returns `route/audit_mismatch`: recorded rows of exact views against the generating live router."""
     if agreement is None or not agreement.cells.sum():
         return {}
     return {m.ROUTE_AUDIT: agreement.set_mismatch}

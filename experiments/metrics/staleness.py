@@ -34,7 +34,7 @@ class LoopCounts:
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], trainer_version: int, counts: LoopCounts) -> dict[str, float]:
-    """Returns `stale/*` and `fully_async/*`, metrics.md section 11.
+    """Returns `stale/*` and `fully_async/*`.
 
     Args:
         rollouts: the batch, at least one.

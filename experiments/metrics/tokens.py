@@ -122,32 +122,15 @@ class TokenTable:
             RuntimeError: a counted log-prob is NaN or infinite, or a view counts a token that no call generated.
         """
         _check_lengths(rollouts, views, log_probs, old_log_probs)
-        owner = np.repeat(np.arange(len(rollouts)), [len(own) for own in views])  # [V]
-        masks = [view.loss_mask for own in views for view in own]
-        lengths = np.array([mask.size for mask in masks], dtype=np.int64)
-        if (lengths == 0).any():
-            raise ValueError("metrics: a view has no tokens at all")
-        start = np.cumsum(lengths) - lengths
-        counted = np.flatnonzero(_flat(masks, bool))
-        view = np.searchsorted(start, counted, side="right") - 1
-        position = counted - start[view]
-        rollout = owner[view]
+        counted, rollout, position = _counted(views)
         generated = _Generated.of(rollouts)
         index = generated.index(rollout, position, rollouts)
+        known = ~np.isnan(generated.log_probs[index])
+        counted, rollout, position, index = (column[known] for column in (counted, rollout, position, index))
         mu = generated.log_probs[index]
-        known = ~np.isnan(mu)
-        order = np.lexsort((position, rollout))
-        order = order[known[order]]
-        counted, position, rollout, index = counted[order], position[order], rollout[order], index[order]
-        mu = mu[order]
         old = mu if old_log_probs is None else _flat([a for own in old_log_probs for a in own], np.float64)[counted]
         scale = np.zeros(len(rollouts)) if advantages is None else np.asarray(advantages, dtype=np.float64)
         version = generated.versions[index]
-        lag = np.where(version == UNKNOWN_VERSION, UNKNOWN_LAG, trainer_version - version)
-        if ((lag < 0) & (version != UNKNOWN_VERSION)).any():
-            raise RuntimeError(
-                f"metrics: tokens carry weight version {int(version.max())}, newer than the trainer's {trainer_version}"
-            )
         return cls(
             rollout_log_probs=mu,
             log_probs=_flat([a for own in log_probs for a in own], np.float64)[counted],
@@ -158,7 +141,7 @@ class TokenTable:
             segment=generated.segment[index],
             segments=generated.segments[rollout],
             version=version,
-            lag=lag,
+            lag=_lags(version, trainer_version),
             boundary=generated.boundary[index],
             multi_version=generated.multi_version[rollout],
             trainer_version=trainer_version,
@@ -168,9 +151,7 @@ class TokenTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """Returns one table of all tokens; a rollout that is in two tables counts as two sequences (mini-steps of
-        several epochs).
-        """
+        """Returns one table of all tokens; a rollout in two tables (epochs) counts as two sequences."""
         if len(tables) == 1:
             return tables[0]
         offsets = np.cumsum([0, *(len(table.rollout_ids) for table in tables)])
@@ -188,8 +169,10 @@ class TokenTable:
         return replace(self, **{name: getattr(self, name)[keep] for name in _COLUMNS})
 
     def locate(self, other: TokenTable) -> tuple[Int, NDArray[np.bool_]]:
-        """Returns, for every token of `other` `[n]`, its index in this table and whether it is here (both tables
-        over one batch).
+        """Returns, for every token of `other` `[n]`, its index in this table and whether it is here.
+
+        Raises:
+            ValueError: the tables are not over the same rollouts.
         """
         if self.rollout_ids != other.rollout_ids:
             raise ValueError("metrics: the two tables are not over the same rollouts in the same order")
@@ -280,6 +263,29 @@ class _Generated:
                 "which no call generated"
             )
         return index
+
+
+def _counted(views: Sequence[Sequence[ReplayView]]) -> tuple[Int, Int, Int]:
+    """Returns int64 `[N]` thrice, by rollout and position: index into the views laid end to end, rollout, position."""
+    owner = np.repeat(np.arange(len(views)), [len(own) for own in views])  # [V]
+    masks = [view.loss_mask for own in views for view in own]
+    lengths = np.array([mask.size for mask in masks], dtype=np.int64)
+    if (lengths == 0).any():
+        raise ValueError("metrics: a view has no tokens at all")
+    start = np.cumsum(lengths) - lengths
+    counted = np.flatnonzero(_flat(masks, bool))
+    view = np.searchsorted(start, counted, side="right") - 1
+    position, rollout = counted - start[view], owner[view]
+    order = np.lexsort((position, rollout))
+    return counted[order], rollout[order], position[order]
+
+
+def _lags(version: Int, trainer_version: int) -> Int:
+    """Returns int64 `[N]`: trainer version minus token version; UNKNOWN_LAG for an unknown version."""
+    newest = int(version.max(initial=UNKNOWN_VERSION))
+    if newest > trainer_version:
+        raise RuntimeError(f"metrics: tokens carry weight version {newest}, newer than the trainer's {trainer_version}")
+    return np.where(version == UNKNOWN_VERSION, UNKNOWN_LAG, trainer_version - version)
 
 
 def _boundary(position: Int, segment: Int, segments: Int, start: Int, token_of: Int) -> Int:

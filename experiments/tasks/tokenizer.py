@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token per character, with `<pad>`=0, `<bos>`=1, `<eos>`=2.
 
-    Plain dict lookups, equal to the Hugging Face tokenizer that `save` writes; `extra_characters` join the base alphabet.
+    Plain dict lookups, equal to the Hugging Face tokenizer that `save` writes. `extra_characters` join BASE_ALPHABET.
     """
 
     def __init__(self, extra_characters: Iterable[str] = ()):
@@ -122,12 +122,26 @@ class CheckpointTokenizer:
         self.pad_id: int = eos_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, with the special tokens that the tokenizer adds."""
-        return self._tokenizer.encode(text)
+        """Returns the ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+            ValueError: the tokenizer refuses a character.
+        """
+        return self._encode(text, special_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text` alone."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Returns the ids of `text` alone.
+
+        Raises:
+            ValueError: the tokenizer refuses a character.
+        """
+        return self._encode(text, special_tokens=False)
+
+    def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ValueError(f"the checkpoint's tokenizer cannot encode {text!r}: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`; special tokens are written out."""

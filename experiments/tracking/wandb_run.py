@@ -10,6 +10,7 @@ from experiments.tracking.board import WandbIdentity
 
 _START_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
+_FLUSH_INTERVAL_S = 1.0  # a killed run loses this much of its .wandb file; metrics.jsonl loses nothing
 
 
 class WandbRun:
@@ -82,4 +83,5 @@ def _quiet_settings() -> wandb.Settings:
         x_save_requirements=False,
         init_timeout=_START_TIMEOUT_S,
         finish_timeout=_FINISH_TIMEOUT_S,
+        x_transaction_log_flush_interval=_FLUSH_INTERVAL_S,
     )

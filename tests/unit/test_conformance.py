@@ -75,6 +75,7 @@ class Faulty:
             rollout.calls[0].rows[0] = 9  # pyright: ignore[reportOptionalSubscript]
         elif self.fault == "hands out a call's memory":
             rows = rollout.calls[-1].rows
+            assert rows is not None
         elif self.fault == "random":
             rows[np.random.default_rng().integers(2**31) % len(rows)] = LIVE
         elif self.fault == "crashes":

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from trainer_cases import model_config, settings, train_sequences, transformers_model
 
 from experiments.trainers.convert import check_supported, to_huggingface, to_megatron
 from experiments.trainers.megatron import MegatronTrainer
+from tests.unit.trainer_cases import model_config, settings, train_sequences, transformers_model
 
 MODEL_YAML = Path(__file__).parents[2] / "conf" / "model" / "tiny_moe.yaml"
 
@@ -33,7 +33,7 @@ def odd_config(**changes):
             "num_attention_heads": 6,
             "num_key_value_heads": 2,
             "head_dim": 12,
-            "moe_intermediate_size": 9,
+            "moe_intermediate_size": 12,
             "num_experts": 5,
             "num_experts_per_tok": 3,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
@@ -85,7 +85,7 @@ def test_weights_that_do_not_fit_are_refused_by_name():
     weights = dict(transformers_model(config).state_dict())
     weights["model.layers.9.mlp.gate.weight"] = weights.pop("model.layers.1.mlp.gate.weight")
     weights["model.norm.weight"] = torch.ones(7)
-    with pytest.raises(ValueError, match="missing model.layers.1.mlp.gate.weight") as error:
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.mlp\.gate\.weight") as error:
         to_megatron(weights, config)
     assert "unknown model.layers.9.mlp.gate.weight" in str(error.value)
     assert "model.norm.weight has shape [7], expected [40]" in str(error.value)

@@ -50,7 +50,7 @@ def test_accumulated_statistics_equal_those_of_the_whole_batch(case: str):
         assert got.keys() == expected.keys()
         for key, value in expected.items():
             if not APPROXIMATE.fullmatch(key):
-                assert got[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+                assert got[key] == pytest.approx(value, rel=1e-9, abs=1e-15), key
             elif "_ratio/" in key:
                 assert np.log(got[key]) == pytest.approx(np.log(value), rel=0.04, abs=1e-6), key
             else:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from metrics_cases import random_batch, view_per_segment
 
 from experiments.metrics.decomposition import decompose, decomposition_metrics, rest_metrics
 from experiments.metrics.merge_error import merge_errors, merge_metrics
 from experiments.metrics.tokens import TokenTable
+from tests.unit.metrics_cases import random_batch, view_per_segment
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from metrics_cases import EXPERTS, random_batch, random_rows, rollout_of
 
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
 from experiments.metrics.staleness import LoopCounts, staleness_metrics
 from experiments.trainers.base import ReplayCounts
 from strategies.types import LIVE, UNKNOWN_VERSION, EngineCall, ReplayView, Rollout
+from tests.unit.metrics_cases import EXPERTS, random_batch, random_rows, rollout_of
 
 NONE = LoopCounts(retractions=0, dropped_stale=0, stale_processed=0)
 

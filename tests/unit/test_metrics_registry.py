@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from metrics_cases import EXPERTS, algorithm, one_view, random_batch, random_rows, view_per_segment
 
 from experiments.metrics import __main__ as command
 from experiments.metrics import ratio_keys, route_keys
@@ -30,6 +30,7 @@ from experiments.metrics.routes import (
 )
 from experiments.metrics.staleness import LoopCounts, staleness_metrics
 from experiments.trainers.base import ReplayCounts
+from tests.unit.metrics_cases import EXPERTS, algorithm, one_view, random_batch, random_rows, view_per_segment
 
 
 def everything() -> dict[str, float]:
@@ -93,6 +94,12 @@ def test_a_bucket_that_a_metric_does_not_have_cannot_be_spelled():
         ratio_keys.GAP_ABS.by("lag", "7")
     with pytest.raises(KeyError, match="no bucket 'after_0' of split 'boundary'"):
         ratio_keys.GAP_ABS.by("boundary", "after_0")
+
+
+def test_metrics_travel_between_processes_as_plain_strings():
+    copy = pickle.loads(pickle.dumps({ratio_keys.GAP_ABS: 1.0}))
+    assert copy == {"gap/abs": 1.0}
+    assert type(next(iter(copy))) is str
 
 
 def test_keys_are_unique():

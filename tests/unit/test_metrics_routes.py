@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from metrics_cases import EXPERTS, LAYERS, TOP_K, one_view, random_batch, random_rows, rollout_of, view_per_segment
 
 from experiments.metrics.routes import (
     RouteAgreement,
@@ -20,6 +19,16 @@ from experiments.metrics.routes import (
     margin_metrics,
 )
 from strategies.types import LIVE
+from tests.unit.metrics_cases import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    one_view,
+    random_batch,
+    random_rows,
+    rollout_of,
+    view_per_segment,
+)
 
 
 def slow_overlap(a: np.ndarray, b: np.ndarray) -> list[list[int]]:

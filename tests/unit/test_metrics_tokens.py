@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from metrics_cases import one_view, random_batch, rollout_of, view_per_segment
 
 from experiments.metrics.buckets import Buckets, boundary_bucket, lag_bucket, probability_bucket, segment_bucket
 from experiments.metrics.metric import BOUNDARIES, LAGS, SEGMENTS, SPLITS
 from experiments.metrics.ratio_keys import GAP_ABS
 from experiments.metrics.tokens import NO_BOUNDARY, UNKNOWN_LAG, TokenTable
 from strategies.types import UNKNOWN_VERSION, ReplayView, Rollout
+from tests.unit.metrics_cases import one_view, random_batch, rollout_of, view_per_segment
 
 
 def table_of(rollout: Rollout, views: list[ReplayView], trainer_version: int = 9) -> TokenTable:

@@ -54,13 +54,13 @@ def call(index: int, input_len: int, new: int, **fields: object) -> EngineCall:
     return EngineCall(**{**values, **fields})  # pyright: ignore[reportArgumentType]
 
 
-def rollout(*calls: EngineCall, length: int | None = None, **fields: object) -> Rollout:
+def rollout(*calls: EngineCall, length: int | None = None, trainer_version: int | None = None) -> Rollout:
     tokens = np.arange(calls[-1].end if length is None else length, dtype=np.int32)
-    return Rollout("r", tokens, PROMPT, calls, 2, 1, 64, **fields)  # pyright: ignore[reportArgumentType]
+    return Rollout("r", tokens, PROMPT, calls, 2, 1, 64, trainer_version)
 
 
-def two_calls(**fields: object) -> Rollout:
-    return rollout(call(0, 4, 3), call(1, 7, 2), **fields)
+def two_calls(trainer_version: int | None = None) -> Rollout:
+    return rollout(call(0, 4, 3), call(1, 7, 2), trainer_version=trainer_version)
 
 
 def stamps(strategy: MergeStrategy, of: Rollout) -> list[int]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from strategies.checks import check_row_contents
-from strategies.reply import RawReply, ReplyError, RowShape, VersionSpan, check_reply, row_dtype_for
+from strategies.reply import Convention, RawReply, ReplyError, RowShape, VersionSpan, check_reply, row_dtype_for
+from strategies.types import Rows
 
 SHAPE = RowShape(num_layers=2, top_k=2, num_experts=16)
 GOOD = RawReply(
@@ -25,6 +26,10 @@ GOOD = RawReply(
 
 def with_rows(rows: object, **fields: object) -> RawReply:
     return dataclasses.replace(GOOD, rows=rows, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def lists(rows: Rows | None) -> list[object] | None:
+    return None if rows is None else rows.tolist()
 
 
 def payload(rows: object) -> str:
@@ -91,11 +96,12 @@ def test_wrong_rows_are_refused(rows: object, message: str):
 
 def test_a_surplus_row_is_set_aside_where_the_convention_allows_one():
     last = [[[9, 8], [8, 9]]]
-    for convention in ("seqlen", "either"):
+    conventions: list[Convention] = ["seqlen", "either"]
+    for convention in conventions:
         checked = check_reply(with_rows(GOOD.rows + last), SHAPE, convention)
         assert checked.flags == {"surplus_row"}
-        assert np.array_equal(checked.call.rows, GOOD.rows)
-        assert np.array_equal(checked.call.surplus, last)
+        assert lists(checked.call.rows) == GOOD.rows
+        assert lists(checked.call.surplus) == last
 
 
 def test_an_abort_with_tokens_but_without_rows_is_recorded_as_such():
@@ -158,7 +164,18 @@ def test_only_a_reply_that_recomputed_older_tokens_under_newer_weights_is_mixed(
 def test_prefill_rows_replace_the_rows_of_a_decode_worker():
     prompt = [[[9, 8], [8, 9]]] * 4
     call = check_reply(with_rows(GOOD.rows, prefill_rows=prompt), SHAPE, "seqlen-1").call
-    assert np.array_equal(call.rows, prompt + GOOD.rows[4:])
+    assert lists(call.rows) == prompt + GOOD.rows[4:]
     delta = check_reply(with_rows(GOOD.rows[4:], row_start=4, prefill_rows=prompt), SHAPE, "seqlen-1").call
-    assert np.array_equal(delta.rows, call.rows)
+    assert lists(delta.rows) == lists(call.rows)
     assert delta.row_start == 0
+
+
+def test_cells_of_dense_layers_are_recorded_as_missing_whatever_the_engine_left_there():
+    rows = np.array(GOOD.rows)
+    rows[:, 0] = 0
+    call = check_reply(with_rows(rows), RowShape(2, 2, 16, dense_layers=(0,)), "seqlen-1").call
+    assert call.rows is not None
+    assert (call.rows[:, 0] == -1).all()
+    assert np.array_equal(call.rows[:, 1], rows[:, 1])
+    with pytest.raises(ReplyError, match=r"distinct ids expected in every cell, \[0, 0\] came in row 0, layer 0"):
+        check_reply(with_rows(rows), SHAPE, "seqlen-1")

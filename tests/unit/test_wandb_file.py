@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from wandb.proto import wandb_internal_pb2 as messages
 
 from analysis.wandb_file import read_wandb_file
 from experiments.tracking import Tracker
@@ -93,10 +94,33 @@ def test_a_foreign_and_an_empty_file_are_errors(whole: Path, tmp_path: Path) -> 
             read_wandb_file(copy(whole, tmp_path, data))
 
 
-def test_fragments_out_of_order_and_foreign_messages_are_errors(whole: Path, tmp_path: Path) -> None:
-    def fragment(kind: int, data: bytes) -> bytes:
-        return struct.pack("<IHB", zlib.crc32(bytes([kind]) + data), len(data), kind) + data
+def fragment(kind: int, data: bytes) -> bytes:
+    return struct.pack("<IHB", zlib.crc32(bytes([kind]) + data), len(data), kind) + data
 
+
+def history(step: int, padding: int = 0) -> bytes:
+    record = messages.Record()  # pyright: ignore[reportAttributeAccessIssue]
+    record.history.item.add(nested_key=["note"], value_json=json.dumps("x" * padding))
+    record.history.step.num = step
+    return record.SerializeToString()
+
+
+@pytest.mark.parametrize("left", range(10))
+def test_the_end_of_a_block_is_padding_when_no_header_fits(whole: Path, tmp_path: Path, left: int) -> None:
+    header, block = whole.read_bytes()[:7], 32 * 1024
+    overhead = len(header) + len(fragment(1, history(1, 30_000))) - 30_000
+    first = header + fragment(1, history(1, block - left - overhead))
+    assert len(first) == block - left
+    message = history(2)
+    if left < 7:
+        second = bytes(left) + fragment(1, message)
+    else:
+        second = fragment(2, message[: left - 7]) + fragment(4, message[left - 7 :])
+    run = read_wandb_file(copy(whole, tmp_path, first + second))
+    assert ([row["_step"] for row in run.history], run.truncated_at) == ([1, 2], None)
+
+
+def test_fragments_out_of_order_and_foreign_messages_are_errors(whole: Path, tmp_path: Path) -> None:
     header = whole.read_bytes()[:7]
     for fragments, message in (
         (fragment(3, b"x"), "type 3 outside a message"),

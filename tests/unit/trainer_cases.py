@@ -67,7 +67,9 @@ def random_rows(config: Qwen3MoeConfig, fed: int, rng: np.random.Generator) -> N
     return scores.argsort(-1)[..., : config.num_experts_per_tok].astype(np.int16)
 
 
-def train_sequences(config: Qwen3MoeConfig, lengths: list[int], *, live: bool = False, seed: int = 1) -> list[TrainSequence]:
+def train_sequences(
+    config: Qwen3MoeConfig, lengths: list[int], *, live: bool = False, seed: int = 1
+) -> list[TrainSequence]:
     """Returns one sequence per length; the second half of each carries loss."""
     rng = np.random.default_rng(seed)
     sequences = []
@@ -88,7 +90,7 @@ def train_sequences(config: Qwen3MoeConfig, lengths: list[int], *, live: bool = 
     return sequences
 
 
-def token_mean_loss(sequences: list[TrainSequence]):  # noqa: ANN201  (a PolicyLoss)
+def token_mean_loss(sequences: list[TrainSequence]):
     """Returns a policy loss with the mean over all counted tokens of the mini-batch."""
     counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
 

@@ -1,0 +1,135 @@
+"""What a person types: help, mistakes, sweeps, own strategies, Ctrl-C. Each command is a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import CONF, ROOT, compose
+
+
+def command(*arguments, **kwargs):
+    return subprocess.run(
+        [sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs
+    )
+
+
+def test_help_lists_the_groups():
+    result = command("--help")
+    assert result.returncode == 0
+    assert "strategy: exact" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["nonsense=1"], "nonsense"),
+        (["+nonsense=1"], "unknown key `nonsense`"),
+        (["+algorithm.batchsize=1"], "unknown key `algorithm.batchsize`; did you mean `batch_size`?"),
+        (["strategy=no_such"], "Could not find 'strategy/no_such'"),
+        (["seed=abc"], "'abc' of type 'str' could not be converted to Integer"),
+        (["strategy._target_=nowhere.Strategy"], "cannot build nowhere.Strategy"),
+        (["strategy._target_=builtins.dict"], "is not a merge strategy"),
+        (["+strategy.extra=1"], "unexpected keyword argument 'extra'"),
+        (["algorithm.group_size=7"], "`algorithm.group_size` 7 does not divide"),
+        (["-m", "strategy=replace,exact", "algorithm.ratio_level=sequence"], "needs the whole response in one forward"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_configuration_exits_2_with_one_line(overrides, message):
+    result = command(*overrides)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not result.stdout
+
+
+def test_answers_come_before_torch_is_imported():
+    probe = (
+        "import sys, runpy\nsys.argv = ['run.py', 'steps=0']\n"
+        "try:\n    runpy.run_path('run.py', run_name='__main__')\nexcept SystemExit as e:\n    code = e.code\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'wandb', 'reasoning_gym'} & set(sys.modules)\n"
+        "print(code, sorted(heavy))"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "2 []"
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_every_preset_composes_and_passes_the_check(preset):
+    from experiments import check
+
+    config = check.load(compose(f"experiment={preset}"))
+    check.check(config, check.build_strategy(config.strategy, "strategy"))
+
+
+@pytest.mark.slow
+def test_a_users_own_strategy_needs_no_edit_of_the_project(tmp_path):
+    (tmp_path / "conf" / "strategy").mkdir(parents=True)
+    (tmp_path / "conf" / "strategy" / "mine.yaml").write_text("_target_: my_rules.Newest\n")
+    (tmp_path / "my_rules.py").write_text("from strategies import Replace\n\n\nclass Newest(Replace):\n    pass\n")
+    result = command(
+        "--config-dir",
+        str(tmp_path / "conf"),
+        "experiment=smoke",
+        "strategy=mine",
+        "tracking=disabled",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mine, seed 0: completed after 8 updates" in result.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["merge/mine/abs"]
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
+    result = command(
+        "-m",
+        "experiment=smoke",
+        "strategy=replace,exact",
+        "seed=range(2)",
+        "steps=2",
+        "tracking=disabled",
+        f"hydra.sweep.dir={tmp_path}",
+    )
+    assert result.returncode == 0, result.stderr
+    summaries = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/seed*/*/summary.json"))]
+    assert [(s["strategy"], s["seed"], s["status"]) for s in summaries] == [
+        ("exact", 0, "completed"),
+        ("exact", 1, "completed"),
+        ("replace", 0, "completed"),
+        ("replace", 1, "completed"),
+    ]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_a_checkpoint_and_the_run_can_go_on(tmp_path):
+    arguments = ["experiment=smoke", "tracking=offline", f"hydra.run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, "run.py", *arguments, "steps=2000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size > 0):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "resume=" in printed
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    done = summary["steps"]
+    result = command("experiment=smoke", "tracking=offline", f"resume={tmp_path / 'run'}", f"steps={done + 2}")
+    assert result.returncode == 0, result.stderr
+    again = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (again["status"], again["steps"]) == ("completed", done + 2)
+    assert again["wandb_run_id"] == summary["wandb_run_id"]

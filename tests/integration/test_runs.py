@@ -1,0 +1,159 @@
+"""Whole runs of experiment=smoke with the real engine and the real megatron-core trainer."""
+
+import json
+
+import pytest
+
+from analysis.wandb_file import read_wandb_file
+
+# A batch of the first updates is trained on policies that differ little; these learning rates make merge errors plain.
+FAST = "trainer.learning_rate=2e-3"
+
+
+def staleness(rows):
+    return [{k: v for k, v in row.items() if k.startswith(("stale/", "fully_async/", "response_length/"))} for row in rows]
+
+
+def test_a_run_leaves_every_output_and_says_what_it_did(smoke_run, capsys):
+    run = smoke_run("strategy=replace", "tracking=offline")
+    assert run.code == 0
+    assert [row["step"] for row in run.rows] == list(range(1, 9))
+    summary = run.summary
+    assert (summary["status"], summary["steps"], summary["strategy"]) == ("completed", 8, "replace")
+    assert {"last", "mean", "p95", "max"} <= set(summary["metrics"]["actor/ppo_kl"])
+    assert (run.folder / "checkpoint" / "state.pt").is_file()
+    printed = capsys.readouterr().out
+    assert "replace, seed 0: completed after 8 updates" in printed
+    assert "ppo_kl" in printed
+    (file,) = run.folder.glob("wandb/**/*.wandb")
+    history = read_wandb_file(file).history
+    assert [row["step"] for row in history] == list(range(1, 9))
+    assert history[3]["actor/ppo_kl"] == run.rows[3]["actor/ppo_kl"]
+
+
+def test_the_same_seed_gives_the_same_bytes(smoke_run):
+    first, second = smoke_run(FAST, folder="a"), smoke_run(FAST, folder="b")
+    assert first.metrics_bytes == second.metrics_bytes
+    other = smoke_run(FAST, "seed=1", folder="c")
+    assert other.metrics_bytes != first.metrics_bytes
+
+
+def test_strategies_are_interrupted_at_the_same_tokens_until_their_weights_differ(smoke_run):
+    """With a learning rate of 0 they never differ: the whole schedule is the same, and no rule has an error."""
+    runs = [
+        smoke_run(f"strategy={name}", "trainer.learning_rate=0", folder=name) for name in ("replace", "exact", "live")
+    ]
+    assert staleness(runs[0].rows) == staleness(runs[1].rows) == staleness(runs[2].rows)
+    assert max(row["fully_async/partial/partial_ratio"] for row in runs[0].rows) > 0
+    assert all(row["merge/replace/abs"] < 1e-5 for row in runs[0].rows if "merge/replace/abs" in row)
+    assert runs[0].rows[0] == {**runs[1].rows[0], **{k: v for k, v in runs[0].rows[0].items() if "merge/" in k}}
+
+
+def test_the_first_update_is_the_same_under_every_strategy_even_when_they_part_later(smoke_run):
+    rows = {name: smoke_run(f"strategy={name}", FAST, folder=name).rows for name in ("replace", "naive_concat")}
+    assert rows["replace"][0]["actor/ppo_kl"] == rows["naive_concat"][0]["actor/ppo_kl"]
+    assert rows["replace"][-1]["actor/ppo_kl"] != rows["naive_concat"][-1]["actor/ppo_kl"]
+
+
+def merge_error(rows, strategy, suffix="abs"):
+    return [row[f"merge/{strategy}/{suffix}"] for row in rows if f"merge/{strategy}/{suffix}" in row][1:]
+
+
+def test_merge_errors_are_where_theory_puts_them(smoke_run):
+    """One run, all rules scored on the same rollouts: exact is zero, replace errs early, slice_concat late, naive_concat grossly."""
+    rows = smoke_run(
+        "strategy=exact",
+        FAST,
+        "shadow.every=1",
+        "+shadow.strategies.replace._target_=strategies.Replace",
+        "+shadow.strategies.slice_concat._target_=strategies.SliceConcat",
+        "+shadow.strategies.naive_concat._target_=strategies.NaiveConcat",
+    ).rows
+    assert max(merge_error(rows, "exact", "abs_max")) == 0.0
+    assert max(merge_error(rows, "replace", "abs_by_segment/last")) == 0.0
+    assert min(merge_error(rows, "replace", "abs_by_segment/first")) > 1e-5
+    assert max(merge_error(rows, "slice_concat", "abs_by_segment/first")) == 0.0
+    assert max(merge_error(rows, "slice_concat", "abs_by_segment/last")) > 1e-6
+    mean = {name: sum(e := merge_error(rows, name)) / len(e) for name in ("replace", "slice_concat", "naive_concat")}
+    assert mean["naive_concat"] > 3 * max(mean["replace"], mean["slice_concat"]), "the positive control must stand out"
+
+
+def test_replay_runs_on_every_cell_and_live_on_none(smoke_run):
+    replayed, live = smoke_run("strategy=slice_concat", folder="a"), smoke_run("strategy=live", folder="b")
+    assert all(row["replay/active_frac"] == 1.0 for row in replayed.rows)
+    assert all(row["replay/active_frac"] == 0.0 for row in live.rows)
+    assert all(row["replay/verify_mismatch"] == 0 for row in replayed.rows)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.pause_mode=in_place", "strategy=exact"],
+        ["schedule.pause_mode=retract", "strategy=slice_concat", "shadow=off"],
+        ["algorithm.old_log_prob=decoupled", "algorithm.mini_batches=2", "algorithm.epochs=2"],
+        ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "sampling.temperature=0.8"],
+        ["algorithm.ratio_level=sequence", "strategy=replace"],
+        ["schedule.sync_interval=2", "schedule.staleness_threshold=0"],
+        ["engine.dtype=bfloat16", "strategy=slice_concat"],
+        ["trainer.recompute_activations=true", "strategy=exact"],
+        ["schedule=wall", "strategy=slice_concat"],
+    ],
+    ids=lambda o: " ".join(o),
+)
+def test_every_setting_of_the_loop_runs(smoke_run, overrides):
+    run = smoke_run(*overrides)
+    assert run.code == 0
+    assert len(run.rows) == 8
+
+
+def test_in_place_pauses_keep_one_matrix_and_merge_errors_vanish(smoke_run):
+    rows = smoke_run("schedule.pause_mode=in_place", "strategy=replace", FAST).rows
+    assert max(row["fully_async/partial/partial_ratio"] for row in rows) > 0
+    assert max(merge_error(rows, "replace", "abs_max")) == 0.0
+
+
+def test_a_retraction_is_counted_and_its_rows_are_marked(smoke_run):
+    rows = smoke_run("schedule.pause_mode=retract", "strategy=replace", "shadow=off", FAST).rows
+    assert sum(row["stale/retractions"] for row in rows) > 0
+    assert sum(row["stale/mixed_version_calls"] for row in rows) > 0
+
+
+def test_decoupled_ppo_kl_is_blind_to_the_strategy(smoke_run):
+    run = smoke_run("strategy=naive_concat", FAST, "algorithm.old_log_prob=decoupled")
+    assert max(abs(row["actor/ppo_kl"]) for row in run.rows) < 1e-5
+    assert max(merge_error(run.rows, "naive_concat")) > 1e-3
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(smoke_run):
+    whole = smoke_run(FAST, "strategy=slice_concat", folder="whole")
+    part = smoke_run(FAST, "strategy=slice_concat", "steps=4", folder="part")
+    assert whole.metrics_bytes.startswith(part.metrics_bytes)
+    resumed = smoke_run(FAST, "strategy=slice_concat", f"resume={part.folder}", folder="part")
+    assert resumed.code == 0
+    assert resumed.metrics_bytes == whole.metrics_bytes
+
+
+def test_a_run_resumed_with_another_configuration_is_refused(smoke_run):
+    part = smoke_run("steps=4", folder="part")
+    with pytest.raises(ValueError, match=r"algorithm.clip_low=0.2, now algorithm.clip_low=0.1"):
+        smoke_run("algorithm.clip_low=0.1", f"resume={part.folder}", folder="part")
+
+
+def test_a_damaged_checkpoint_is_a_clear_error(smoke_run):
+    part = smoke_run("steps=4", folder="part")
+    file = part.folder / "checkpoint" / "state.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="truncated or not a checkpoint"):
+        smoke_run(f"resume={part.folder}", folder="part")
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        smoke_run(f"resume={part.folder}", folder="elsewhere")
+
+
+def test_a_merge_error_ends_the_run_with_the_rollout_in_the_message(smoke_run, capsys, monkeypatch):
+    """A strategy that lacks rows must stop the run, not fall back; here a user's class that always lacks them."""
+    run = smoke_run("strategy._target_=tests.integration.failing_strategy.AlwaysFails")
+    assert run.code == 1
+    assert "MergeError: rollout r" in capsys.readouterr().err
+    assert run.summary["status"] == "failed"
+    assert "MergeError" in (run.folder / "traceback.txt").read_text()
+    assert json.loads((run.folder / "summary.json").read_text())["error"].startswith("MergeError")
