@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,14 @@ def _trainer(threads: int) -> tuple[MegatronTrainer, Qwen3MoeConfig]:
     return MegatronTrainer(config, weights, settings=settings, temperature=1.0), config
 
 
-def _sequences(config: Qwen3MoeConfig, count: int, shortest: int, longest: int) -> list[TrainSequence]:
+def _live_sequences(config: Qwen3MoeConfig, count: int, shortest: int, longest: int) -> list[TrainSequence]:
     rng = np.random.default_rng(0)
     sequences = []
     for index, length in enumerate(rng.integers(shortest, longest + 1, count).tolist()):
-        scores = rng.random((length - 1, config.num_hidden_layers, config.num_experts))
         sequences.append(
             TrainSequence(
                 token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
-                rows=scores.argsort(-1)[..., : config.num_experts_per_tok].astype(np.uint8),
+                rows=np.full((length - 1, config.num_hidden_layers, config.num_experts_per_tok), -1, np.int16),
                 rollout_id=f"r{index}",
                 loss_mask=np.arange(length) >= length // 4,
                 old_log_probs=np.full(length, -4.0, np.float32),
@@ -76,10 +76,10 @@ def _loss(batch: TokenBatch) -> torch.Tensor:
     return -((batch.log_probs - batch.old_log_probs).exp() * batch.advantages).mean() / 2
 
 
-def _ms(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _ms(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     work()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (clock() - start)
 
 
 def main() -> None:
@@ -90,19 +90,25 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=40, help="tokens")
     parser.add_argument("--longest", type=int, default=100, help="tokens")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu (with one thread): steady on a busy machine"
+    )
     arguments = parser.parse_args()
+    clock = time.perf_counter if arguments.clock == "wall" else time.process_time
     trainer, config = _trainer(arguments.threads)
-    replayed = _sequences(config, arguments.sequences, arguments.shortest, arguments.longest)
-    live = [replace(sequence, rows=np.full(sequence.rows.shape, -1, np.int16)) for sequence in replayed]
-    tokens = sum(len(sequence.rows) for sequence in replayed)
+    live = _live_sequences(config, arguments.sequences, arguments.shortest, arguments.longest)
+    tokens = sum(len(sequence.rows) for sequence in live)
     replay = trainer._replay
     times: dict[str, list[float]] = {"replay": [], "live": [], "rows": []}
     for step in range(arguments.steps + 1):
         trainer._replay = replay
-        with_rows = _ms(lambda: trainer.update(replayed, _loss, entropy=False))
+        # The live router's own rows, so that both kinds of step load the experts alike.
+        chosen = [score.rows for score in trainer.score(live, routes=True)]
+        replayed = [replace(sequence, rows=rows) for sequence, rows in zip(live, chosen, strict=True)]
+        with_rows = _ms(partial(trainer.update, replayed, _loss, entropy=False), clock)
         trainer._replay = _NoReplay()  # pyright: ignore[reportAttributeAccessIssue]
-        without = _ms(lambda: trainer.update(live, _loss, entropy=False))
-        packing = _ms(lambda: trainer._micro_batches(replayed, counted_only=True))
+        without = _ms(partial(trainer.update, live, _loss, entropy=False), clock)
+        packing = _ms(partial(trainer._micro_batches, replayed, counted_only=True), clock)
         if step:  # the first of each warms up
             times["replay"].append(with_rows)
             times["live"].append(without)
@@ -110,7 +116,9 @@ def main() -> None:
     trainer.close()
     median = {name: statistics.median(values) for name, values in times.items()}
     bare = median["live"] - median["rows"]
-    print(f"{tokens} tokens, {arguments.steps} steps each, {arguments.threads} threads, medians")
+    print(
+        f"{tokens} tokens, {arguments.steps} steps each, {arguments.threads} threads, {arguments.clock} time, medians"
+    )
     print(f"step with replay     {median['replay']:8.1f} ms  ({1e3 * tokens / median['replay']:.0f} tokens/s)")
     print(f"step without         {bare:8.1f} ms  (rows neither packed nor installed nor verified)")
     print(f"checking and packing {median['rows']:8.1f} ms")

@@ -72,7 +72,7 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
     except Exception as error:  # whatever a user's constructor raises is for the user to read
         cause = error.__cause__ or error
         raise ConfigError(f"`{key}`: cannot build {node['_target_']}: {_one_line(cause)}") from error
-    if not callable(strategy) or not isinstance(getattr(strategy, "single_view", None), bool):
+    if not isinstance(strategy, MergeStrategy) or not isinstance(strategy.single_view, bool):
         raise ConfigError(
             f"`{key}`: {node['_target_']} is not a merge strategy: it needs `__call__(rollout)` and a bool `single_view`"
         )

@@ -6,7 +6,7 @@ Legend: `B` rollouts of the batch, `T` tokens of a rollout, `t` tokens of one of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from experiments import ppo
 from experiments.buffer import Sample
 from experiments.reporting import MiniStep, UpdateRecord, update_metrics
 from experiments.schema import AlgorithmConfig, OldLogProb
-from experiments.scoring import BatchScorer, ScoredViews, merge, replay_sequence
+from experiments.scoring import BatchScorer, ScoredViews, freeze_live_rows, merge, replay_sequence
 from experiments.trainers.base import Trainer, TrainSequence
 from strategies.base import MergeStrategy
 from strategies.types import ReplayView, Rollout
@@ -73,11 +73,11 @@ class PPOLearner:
             MergeError: the strategy lacks rows; names the rollout.
             RuntimeError: a non-finite loss, gradient or metric; nothing is replaced.
         """
-        rollouts = [sample.rollout for sample in samples]
+        rollouts = [replace(sample.rollout, trainer_version=version) for sample in samples]
         rewards = np.array([sample.reward for sample in samples])
         groups = np.array([sample.problem_index for sample in samples])
         advantages = ppo.group_advantages(rewards, groups, self._algorithm.normalize_advantages)
-        views = merge(self._strategy, rollouts)
+        views = freeze_live_rows(self._trainer, rollouts, merge(self._strategy, rollouts))
         scored = self._score(step, rollouts, views)
         own = scored.get(self._strategy_name)
         old = self._old_log_probs(rollouts, own)

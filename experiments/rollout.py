@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from experiments.buffer import Admission, Sample, SampleQueue
 from experiments.engines.base import Engine, Request
+from strategies.budget import call_budget
 from strategies.types import EngineCall, Rollout
 
 
@@ -185,7 +186,12 @@ class Rollouter:
         empty_aborts = 0
         while not rollout.finished:
             tokens = rollout.tokens()
-            budget = self._budget(rollout, tokens)
+            budget = call_budget(
+                input_len=len(tokens),
+                generated=len(tokens) - len(rollout.prompt_ids),
+                response_cap=self._limits.response,
+                context_limit=self._limits.context,
+            )
             if budget < 1:  # spent exactly when the abort came: the rollout ends by length without another call
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
@@ -201,10 +207,6 @@ class Rollouter:
                     "raise schedule.sync_interval or engine.max_running, or lower schedule.staleness_threshold"
                 )
         rollout.finished = True
-
-    def _budget(self, rollout: OpenRollout, tokens: NDArray[np.int32]) -> int:
-        generated = len(tokens) - len(rollout.prompt_ids)
-        return min(self._limits.response - generated, self._limits.context - len(tokens))
 
 
 def _sample_seed(seed: int, rollout: int) -> int:

@@ -47,6 +47,21 @@ def merge(strategy: MergeStrategy, rollouts: Sequence[Rollout]) -> list[list[Rep
     return [[view for view in strategy(rollout) if view.loss_mask.any()] for rollout in rollouts]
 
 
+def freeze_live_rows(
+    trainer: Trainer, rollouts: Sequence[Rollout], views: list[list[ReplayView]]
+) -> list[list[ReplayView]]:
+    """Returns the views with the trainer's own routes, as they are now, in place of live rows where a view asks for it (R2)."""
+    wanted = [(i, j) for i, own in enumerate(views) for j, view in enumerate(own) if view.freeze_live]
+    if not wanted:
+        return views
+    frozen = [list(own) for own in views]
+    scores = trainer.score([replay_sequence(rollouts[i], views[i][j]) for i, j in wanted], routes=True)
+    for (i, j), score in zip(wanted, scores, strict=True):
+        assert score.rows is not None
+        frozen[i][j] = ReplayView(score.rows, views[i][j].loss_mask)
+    return frozen
+
+
 def replay_sequence(rollout: Rollout, view: ReplayView) -> ReplaySequence:
     """Returns the trainer's input for one view."""
     return ReplaySequence(rollout.tokens[: view.length], view.rows, rollout.rollout_id)
