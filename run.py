@@ -1,7 +1,7 @@
 """Runs one experiment, or a sweep with `-m`. Exit codes: 0 completed, 1 failed, 2 bad configuration, 130 interrupted.
 
-Hydra composes conf/. Every job of the command line is composed and checked here before Hydra starts, so that a mistake is one line
-within seconds; torch and the engines are imported only after that.
+Hydra composes conf/. Every job of the command line is composed and checked here before Hydra starts, so that a mistake
+is one line within seconds; torch and the engines are imported only after that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ schema.register()
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """Returns the overrides of every job of a sweep: the product over all values of swept keys, as Hydra's basic sweeper makes it."""
+    """Returns the overrides of every job of a sweep: the product over all values of swept keys, as Hydra's basic
+    sweeper makes it.
+    """
     parsed = OverridesParser.create().parse_overrides(overrides)
     choices = []
     for override in parsed:
@@ -68,7 +70,8 @@ def _reason(error: BaseException) -> str:
     text = str(error)
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text.rstrip('.')}: {error.__cause__}"
-    lines = [line for line in text.splitlines() if not line.strip().startswith(("object_type=", "full_key:", "To append"))]
+    advice = ("object_type=", "reference_type=", "full_key:", "To append")
+    lines = [line for line in text.splitlines() if not line.strip().startswith(advice)]
     return " ".join(" ".join(lines).split("Config search path")[0].split())
 
 

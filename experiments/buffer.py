@@ -81,8 +81,8 @@ class SampleQueue:
 
 
 class Admission:
-    """verl's staleness rule: between two weight syncs at most `limit` rollouts are in work, counting those that were unfinished or
-    waiting at the last sync (`FullyAsyncRollouter._should_pause_generation`, verl 0.9.1).
+    """verl's staleness rule: between two weight syncs at most `limit` rollouts are in work, counting those that were
+    unfinished or waiting at the last sync (`FullyAsyncRollouter._should_pause_generation`, verl 0.9.1).
 
     `limit = (1 + staleness_threshold) * sync_interval * batch_size`.
     """

@@ -25,7 +25,8 @@ def load(node: DictConfig) -> Config:
     """Returns the typed configuration.
 
     Raises:
-        ConfigError: unknown keys (`+key=value` slips past Hydra's own check), missing values, unresolvable interpolations.
+        ConfigError: unknown keys (`+key=value` slips past Hydra's own check), missing values, unresolvable
+            interpolations.
     """
     for path, known in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, ""):
         close = difflib.get_close_matches(path.split(".")[-1], known, n=1)
@@ -35,7 +36,8 @@ def load(node: DictConfig) -> Config:
         raise ConfigError(f"no value for `{missing[0]}`; set it on the command line or in conf/")
     try:
         config = OmegaConf.to_object(node)
-    except Exception as error:  # OmegaConf raises many types for a bad interpolation; all of them are configuration errors
+    # OmegaConf raises many types for a bad interpolation; all of them are configuration errors
+    except Exception as error:
         raise ConfigError(_one_line(error)) from error
     assert isinstance(config, Config)
     return config
@@ -74,7 +76,8 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
         raise ConfigError(f"`{key}`: cannot build {node['_target_']}: {_one_line(cause)}") from error
     if not isinstance(strategy, MergeStrategy) or not isinstance(strategy.single_view, bool):
         raise ConfigError(
-            f"`{key}`: {node['_target_']} is not a merge strategy: it needs `__call__(rollout)` and a bool `single_view`"
+            f"`{key}`: {node['_target_']} is not a merge strategy: it needs `__call__(rollout)` and "
+            "a bool `single_view`"
         )
     return strategy
 
@@ -130,8 +133,8 @@ def _algorithm(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, 
     )
     yield (
         a.ratio_level is RatioLevel.sequence and not strategy.single_view,
-        f"`algorithm.ratio_level=sequence` needs the whole response in one forward, but {_name(strategy)} splits it into "
-        "one view per segment; use ratio_level=token or a strategy with a single view",
+        f"`algorithm.ratio_level=sequence` needs the whole response in one forward, but {_name(strategy)} splits it "
+        "into one view per segment; use ratio_level=token or a strategy with a single view",
     )
 
 

@@ -27,7 +27,9 @@ class CheckpointError(ValueError):
 
 
 def save(run_dir: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state` (tensors, arrays, plain values) as the newest checkpoint of `run_dir`; an older one stays until it is complete."""
+    """Writes `state` (tensors, arrays, plain values) as the newest checkpoint of `run_dir`; an older one stays until it
+    is complete.
+    """
     path = run_dir / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -45,11 +47,15 @@ def load(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / FILE
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}; a run saves one every `checkpoint.every` syncs and when interrupted")
+        raise CheckpointError(
+            f"no checkpoint at {path}; a run saves one every `checkpoint.every` syncs and when interrupted"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a damaged file; all mean the same to the reader
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): truncated or not a checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): truncated or not a checkpoint"
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{path} has format {found}, expected {FORMAT}")
@@ -140,5 +146,3 @@ def unpack_samples(state: list[list[dict[str, Any]]]) -> list[list[Sample]]:
         ]
         for group in state
     ]
-
-

@@ -1,8 +1,8 @@
 """Two clocks for one loop: virtual seconds for runs that repeat bit for bit, wall seconds for real concurrency.
 
-Everything that takes time goes through `Clock.run`. On the virtual clock the work is computed at once, and its result becomes visible
-after its configured cost in virtual seconds; coroutines that wait meanwhile run in the order that the costs dictate, on any machine.
-On the wall clock the work runs in a thread and takes what it takes.
+Everything that takes time goes through `Clock.run`. On the virtual clock the work is computed at once, and its result
+becomes visible after its configured cost in virtual seconds; coroutines that wait meanwhile run in the order that the
+costs dictate, on any machine. On the wall clock the work runs in a thread and takes what it takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Clock(Protocol):
 class _VirtualSelector(selectors.DefaultSelector):
     """Turns waiting for a timer into a jump of the virtual time.
 
-    asyncio calls `select(timeout)` with the seconds until its next timer when no callback is ready; None means that no timer is set either.
+    asyncio calls `select(timeout)` with the seconds until its next timer when no callback is ready; None means that no
+    timer is set either.
     """
 
     def __init__(self, start_s: float):

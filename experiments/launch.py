@@ -1,4 +1,6 @@
-"""Builds the parts of one run from its configuration and runs the loop: the only place that names concrete engines and trainers."""
+"""Builds the parts of one run from its configuration and runs the loop: the only place that names concrete engines and
+trainers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One update: advantages, replay views, old log-probs, optimiser steps, metrics. It holds a strategy and a trainer by contract only.
+"""One update: advantages, replay views, old log-probs, optimiser steps, metrics. It holds a strategy and a trainer by
+contract only.
 
 Legend: `B` rollouts of the batch, `T` tokens of a rollout, `t` tokens of one of its views.
 """
@@ -30,7 +31,9 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class ShadowPlan:
-    """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact views."""
+    """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact
+    views.
+    """
 
     every: int
     strategies: Mapping[str, MergeStrategy]
@@ -44,7 +47,8 @@ class ShadowPlan:
 class PPOLearner:
     """Implements the loop's `Learner`.
 
-    `reference` are the weights of the policy that the KL term keeps close to; needed only when `algorithm.kl_coef` is above 0.
+    `reference` are the weights of the policy that the KL term keeps close to; needed only when `algorithm.kl_coef` is
+    above 0.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class PPOLearner:
         self._reference = reference
 
     def step(self, step: int, samples: list[Sample], version: int) -> dict[str, float]:
-        """Takes update `step` on `samples` and returns its metrics; the trainer's last sync was weight version `version`.
+        """Takes update `step` on `samples` and returns its metrics; the trainer's last sync was weight version
+        `version`.
 
         Raises:
             MergeError: the strategy lacks rows; names the rollout.
@@ -104,12 +109,11 @@ class PPOLearner:
             self._max_response_tokens,
         )
 
-    def _score(
-        self, step: int, rollouts: list[Rollout], views: list[list[ReplayView]]
-    ) -> dict[str, ScoredViews]:
+    def _score(self, step: int, rollouts: list[Rollout], views: list[list[ReplayView]]) -> dict[str, ScoredViews]:
         """Returns log-probs under the weights before the update, by strategy name, for what this update needs.
 
-        With a single optimiser step the update's own forward gives the strategy's log-probs; scoring them again would cost a forward.
+        With a single optimiser step the update's own forward gives the strategy's log-probs; scoring them again would
+        cost a forward.
         """
         wanted: dict[str, list[list[ReplayView]]] = {}
         single_step = self._algorithm.mini_batches * self._algorithm.epochs == 1
@@ -130,7 +134,9 @@ class PPOLearner:
     def _reference_log_probs(
         self, rollouts: list[Rollout], views: list[list[ReplayView]]
     ) -> list[list[NDArray[np.float32]]] | None:
-        """Returns per rollout and view float32 `[t]` under the reference policy and its own router, as verl's reference worker."""
+        """Returns per rollout and view float32 `[t]` under the reference policy and its own router, as verl's reference
+        worker.
+        """
         if self._algorithm.kl_coef == 0:
             return None
         assert self._reference is not None

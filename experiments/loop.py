@@ -1,7 +1,7 @@
 """The fully asynchronous PPO loop: rollouts and updates overlap, and a weight sync interrupts whatever is unfinished.
 
-Read `Loop.run` from top to bottom; the parts that it holds (engine, rollouter, learner, tracker) are seen through their contracts only.
-One loop serves both clocks (experiments/clock.py).
+Read `Loop.run` from top to bottom; the parts that it holds (engine, rollouter, learner, tracker) are seen through their
+contracts only. One loop serves both clocks (experiments/clock.py).
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Loop:
         checkpoint = self._settings.checkpoint_every > 0 and (
             (self.progress.version + 1) % self._settings.checkpoint_every == 0
         )
-        # A checkpoint cannot hold a KV cache: unfinished calls are returned, whatever the pause mode, so that the run that goes on
-        # and the run that resumes from the file are the same run.
+        # A checkpoint cannot hold a KV cache: unfinished calls are returned, whatever the pause mode, so that the run
+        # that goes on and the run that resumes from the file are the same run.
         await self._engine.pause("abort" if checkpoint else self._settings.pause_mode)
         started = time.perf_counter()
         weights = self._trainer.weights()
@@ -158,7 +158,9 @@ class Loop:
         await self._engine.resume()
 
     async def _stop_here(self) -> None:
-        """Saves a checkpoint between two updates, at the end of the run or when interrupted; unfinished calls are returned first."""
+        """Saves a checkpoint between two updates, at the end of the run or when interrupted; unfinished calls are
+        returned first.
+        """
         await self._engine.pause("abort")
         await asyncio.sleep(0)  # lets the rollouts record what the pause returned
         self.progress.clock_s = self._clock.now()
@@ -170,4 +172,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.buffer import Sample
-from experiments.metrics import route_keys as keys
 from experiments.metrics.merge_error import merge_metrics
 from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, PG_LOSS
 from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics, shadow_metrics
@@ -33,7 +32,8 @@ FULL_REWARD = 1.0
 class MiniStep:
     """One optimiser step on the rollouts `chunk` (indices into the batch).
 
-    `log_probs` and `old_log_probs`: per rollout of the chunk, per view, float32 `[t]`; the former under the weights before the step.
+    `log_probs` and `old_log_probs`: per rollout of the chunk, per view, float32 `[t]`; the former under the weights
+    before the step.
     """
 
     chunk: NDArray[np.intp]
@@ -53,7 +53,8 @@ class UpdateRecord:
         before: per rollout and view, the trainer's log-probs under the weights before the update.
         mini_steps: in order.
         decoupled: the old log-probs are the trainer's; in bypass mode they are the engine's.
-        scored: by name, views and log-probs of shadow scoring, all under the weights before the update; empty when it was not due.
+        scored: by name, views and log-probs of shadow scoring, all under the weights before the update; empty when it
+            was not due.
         exact: name of the exact views in `scored`.
     """
 
@@ -104,12 +105,12 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
 
 
 def _shadow(record: UpdateRecord, rollouts: list[Rollout], algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Returns merge errors, route agreement and would-be ratios of every scored strategy; empty when nothing was scored."""
+    """Returns merge errors, route agreement and would-be ratios of every scored strategy; empty when nothing was
+    scored.
+    """
     if not record.scored:
         return {}
-    tables = {
-        name: _table(record, rollouts, scored.views, scored.log_probs) for name, scored in record.scored.items()
-    }
+    tables = {name: _table(record, rollouts, scored.views, scored.log_probs) for name, scored in record.scored.items()}
     out: dict[str, float] = {}
     for name, table in tables.items():
         # Forwards repeat bit for bit on one machine, so that no noise floor has to be taken off.

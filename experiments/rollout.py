@@ -1,7 +1,7 @@
 """The rollouter: keeps the engine busy, resumes what a weight sync interrupted and records every call.
 
-A rollout that the engine aborts is sent again as prompt + tokens so far. Nothing is thrown away: the rollout keeps all calls, and
-strategies decide later which rows count.
+A rollout that the engine aborts is sent again as prompt + tokens so far. Nothing is thrown away: the rollout keeps all
+calls, and strategies decide later which rows count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class RowShape:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """`response`: cap on generated tokens; `context`: tokens that the model can hold; `empty_aborts`: calls in a row without a token."""
+    """`response`: cap on generated tokens; `context`: tokens that the model can hold; `empty_aborts`: calls in a row
+    without a token.
+    """
 
     response: int
     context: int
@@ -203,8 +205,8 @@ class Rollouter:
             if empty_aborts > self._limits.empty_aborts and not rollout.finished:
                 raise RuntimeError(
                     f"request {request_id}: {empty_aborts} aborts in a row without a token "
-                    f"(schedule.max_empty_aborts={self._limits.empty_aborts}): rollouts never get to run between two syncs; "
-                    "raise schedule.sync_interval or engine.max_running, or lower schedule.staleness_threshold"
+                    f"(schedule.max_empty_aborts={self._limits.empty_aborts}): rollouts never get to run between two "
+                    "syncs; raise schedule.sync_interval or engine.max_running, or lower schedule.staleness_threshold"
                 )
         rollout.finished = True
 

@@ -1,7 +1,7 @@
 """Typed configuration: names and types only. Every value lives in exactly one YAML under `conf/`.
 
-`strategy` is the exception: it is a `_target_` node whose constructor signature is the schema, so that a user's own class needs no
-edit here. Imports nothing heavy: a configuration error must answer within seconds.
+`strategy` is the exception: it is a `_target_` node whose constructor signature is the schema, so that a user's own
+class needs no edit here. Imports nothing heavy: a configuration error must answer within seconds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ class OldLogProb(Enum):
     """Whose log-probs are the old policy of the PPO ratio."""
 
     bypass = "bypass"  # the engine's: verl's default when fully async
-    decoupled = "decoupled"  # the trainer's own, recomputed before the update; truncated importance weights correct the rest
+    # the trainer's own, recomputed before the update; truncated importance weights correct the rest
+    decoupled = "decoupled"
 
 
 class RatioLevel(Enum):
     """Unit of the PPO ratio."""
 
     token = "token"
-    sequence = "sequence"  # geometric mean over the response (GSPO, arXiv 2507.18071): needs the whole response in one forward
+    # geometric mean over the response (GSPO, arXiv 2507.18071): needs the whole response in one forward
+    sequence = "sequence"
 
 
 class ClockKind(Enum):
@@ -181,7 +183,8 @@ class ScheduleConfig:
     name: str = MISSING
     clock: ClockKind = MISSING
     sync_interval: int = MISSING  # updates between weight syncs
-    staleness_threshold: float = MISSING  # verl's: admits (1 + threshold) * sync_interval * batch_size rollouts between syncs
+    # verl's: admits (1 + threshold) * sync_interval * batch_size rollouts between syncs
+    staleness_threshold: float = MISSING
     pause_mode: Pause = MISSING
     max_empty_aborts: int = MISSING  # calls in a row without a token before a rollout is an error
     cost: CostConfig = field(default_factory=CostConfig)
@@ -243,6 +246,8 @@ class Config:
 
 
 def register() -> None:
-    """Registers what `conf/config.yaml` refers to: the schema, and a resolver that returns its first argument that is not null."""
+    """Registers what `conf/config.yaml` refers to: the schema, and a resolver that returns its first argument that is
+    not null.
+    """
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("first", lambda *values: next(v for v in values if v is not None), replace=True)

@@ -27,7 +27,9 @@ class ScoredViews:
     log_probs: list[list[NDArray[np.float32]]]
 
     def per_rollout(self, rollouts: Sequence[Rollout]) -> list[NDArray[np.float32]]:
-        """Returns per rollout float32 `[T]`: each token's log-prob in the view that carries its loss, NaN where none does."""
+        """Returns per rollout float32 `[T]`: each token's log-prob in the view that carries its loss, NaN where none
+        does.
+        """
         out = []
         for rollout, views, log_probs in zip(rollouts, self.views, self.log_probs, strict=True):
             values = np.full(rollout.length, np.nan, dtype=np.float32)
@@ -39,7 +41,8 @@ class ScoredViews:
 
 
 def merge(strategy: MergeStrategy, rollouts: Sequence[Rollout]) -> list[list[ReplayView]]:
-    """Returns the strategy's views of every rollout; views without a counted token are left out, as nothing would learn from them.
+    """Returns the strategy's views of every rollout; views without a counted token are left out, as nothing would learn
+    from them.
 
     Raises:
         MergeError: from the strategy; it names the rollout.
@@ -50,7 +53,9 @@ def merge(strategy: MergeStrategy, rollouts: Sequence[Rollout]) -> list[list[Rep
 def freeze_live_rows(
     trainer: Trainer, rollouts: Sequence[Rollout], views: list[list[ReplayView]]
 ) -> list[list[ReplayView]]:
-    """Returns the views with the trainer's own routes, as they are now, in place of live rows where a view asks for it (R2)."""
+    """Returns the views with the trainer's own routes, as they are now, in place of live rows where a view asks for it
+    (R2).
+    """
     wanted = [(i, j) for i, own in enumerate(views) for j, view in enumerate(own) if view.freeze_live]
     if not wanted:
         return views
@@ -70,8 +75,8 @@ def replay_sequence(rollout: Rollout, view: ReplayView) -> ReplaySequence:
 class BatchScorer:
     """Scores a batch under several sets of views with the trainer's current weights.
 
-    Two strategies often ask for the same forward (a rollout of one call has one view under all of them; so has the last segment under
-    `replace` and `exact`); a forward that is a prefix of an identical longer one is not looked for.
+    Two strategies often ask for the same forward (a rollout of one call has one view under all of them; so has the last
+    segment under `replace` and `exact`); a forward that is a prefix of an identical longer one is not looked for.
     """
 
     def __init__(self, trainer: Trainer, rollouts: Sequence[Rollout]):

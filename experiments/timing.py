@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass
 class Totals:
     """Seconds since the start, by what they were spent on.
 
-    `models` are the seconds inside forwards and backwards of both models, a part of generate, score and train. Under the wall clock
-    generation and training overlap, so that the parts may add up to more than the wall time.
+    `models` are the seconds inside forwards and backwards of both models, a part of generate, score and train. Under
+    the wall clock generation and training overlap, so that the parts may add up to more than the wall time.
     """
 
     generate: float
@@ -38,7 +38,8 @@ class Stopwatch:
         self._startup: dict[str, float] = {"time/startup_s": self._lap_started - process_started}
 
     def lap(self) -> dict[str, float]:
-        """Returns seconds and tokens since the last lap; `time/other_s` is what no part accounts for (0 where parts overlap).
+        """Returns seconds and tokens since the last lap; `time/other_s` is what no part accounts for (0 where parts
+        overlap).
 
         The first lap also has `time/startup_s`: imports, warm start or its cache, building the models.
         """

@@ -25,8 +25,9 @@ class Request:
         request_id: unique in the run, e.g. `r17.2` (rollout 17, call 2).
         input_ids: int32 `[s]`, s >= 1: prompt and tokens so far.
         max_new_tokens: >= 1; the client never sends a zero budget.
-        sample_seed: identifies the rollout's random stream: the uniform number behind the token at absolute position i depends on
-            (`sample_seed`, i) alone, not on the batch, the call or the pause, so that two runs draw alike until their weights differ.
+        sample_seed: identifies the rollout's random stream: the uniform number behind the token at absolute position i
+            depends on (`sample_seed`, i) alone, not on the batch, the call or the pause, so that two runs draw alike
+            until their weights differ.
         row_start: first position whose row the client wants.
     """
 
@@ -73,8 +74,9 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stops generation at the next step boundary. Returns when nothing runs any more.
 
-        `abort`: every unfinished request is answered with finish `abort`. `retract`: running requests go back to the queue with
-        their tokens and are prefilled again after `resume`. `in_place`: requests freeze and keep their KV cache.
+        `abort`: every unfinished request is answered with finish `abort`. `retract`: running requests go back to the
+        queue with their tokens and are prefilled again after `resume`. `in_place`: requests freeze and keep their KV
+        cache.
         """
         ...
 

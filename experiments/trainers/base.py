@@ -1,6 +1,8 @@
-"""The contract between the loop and a trainer. A trainer replays rows and takes optimiser steps; it does not know strategies.
+"""The contract between the loop and a trainer. A trainer replays rows and takes optimiser steps; it does not know
+strategies.
 
-Legend: `t` tokens of one sequence, `L` layers, `K` experts per token, `n` counted tokens of one micro-batch. Per-token arrays of a
+Legend: `t` tokens of one sequence, `L` layers, `K` experts per token, `n` counted tokens of one micro-batch. Per-token
+arrays of a
 sequence are aligned with its token ids: entry i belongs to token i; entry 0 has no prediction.
 """
 
@@ -88,14 +90,17 @@ class TokenBatch:
 
 
 PolicyLoss = Callable[[TokenBatch], "torch.Tensor"]
-"""Returns the micro-batch's share of the loss, a scalar: the shares of all micro-batches add up to the loss of the mini-batch."""
+"""Returns the micro-batch's share of the loss, a scalar: the shares of all micro-batches add up to the loss of the
+mini-batch.
+"""
 
 
 @dataclass(frozen=True)
 class ReplayCounts:
     """Cells (position, layer) of fed, non-padding positions, by how they were routed, and faults that were found.
 
-    `replayed` used the installed ids, `live` the trainer's own router. `mismatched` cells used other ids than installed: must be 0.
+    `replayed` used the installed ids, `live` the trainer's own router. `mismatched` cells used other ids than
+    installed: must be 0.
     """
 
     replayed: int
@@ -103,9 +108,7 @@ class ReplayCounts:
     mismatched: int
 
     def __add__(self, other: ReplayCounts) -> ReplayCounts:
-        return ReplayCounts(
-            self.replayed + other.replayed, self.live + other.live, self.mismatched + other.mismatched
-        )
+        return ReplayCounts(self.replayed + other.replayed, self.live + other.live, self.mismatched + other.mismatched)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +133,10 @@ class UpdateResult:
 class Trainer(Protocol):
     """A trainer of one MoE policy."""
 
-    def score(
-        self, sequences: Sequence[ReplaySequence], *, entropy: bool = False, routes: bool = False
-    ) -> list[Score]:
-        """Returns log-probs under the current weights with the sequences' rows replayed; `routes` also records the rows used."""
+    def score(self, sequences: Sequence[ReplaySequence], *, entropy: bool = False, routes: bool = False) -> list[Score]:
+        """Returns log-probs under the current weights with the sequences' rows replayed; `routes` also records the rows
+        used.
+        """
         ...
 
     def update(self, sequences: Sequence[TrainSequence], loss: PolicyLoss, *, entropy: bool) -> UpdateResult:

@@ -14,7 +14,13 @@ from tests.conftest import CONF, ROOT, compose
 
 def command(*arguments, **kwargs):
     return subprocess.run(
-        [sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs
+        [sys.executable, "run.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **kwargs,
     )
 
 

@@ -11,7 +11,9 @@ FAST = "trainer.learning_rate=2e-3"
 
 
 def staleness(rows):
-    return [{k: v for k, v in row.items() if k.startswith(("stale/", "fully_async/", "response_length/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k.startswith(("stale/", "fully_async/", "response_length/"))} for row in rows
+    ]
 
 
 def test_a_run_leaves_every_output_and_says_what_it_did(smoke_run, capsys):
@@ -60,7 +62,7 @@ def merge_error(rows, strategy, suffix="abs"):
 
 
 def test_merge_errors_are_where_theory_puts_them(smoke_run):
-    """One run, all rules scored on the same rollouts: exact is zero, replace errs early, slice_concat late, naive_concat grossly."""
+    """One run, all rules on the same rollouts: exact is zero, replace errs early, slice_concat late, naive_concat grossly."""
     rows = smoke_run(
         "strategy=exact",
         FAST,

@@ -1,4 +1,4 @@
-"""The rollouter against a scripted engine: resumes, budgets, admission, order. Only the engine is a fake: it stands for a server."""
+"""The rollouter against a scripted engine: resumes, budgets, admission, order. Only the engine is a fake."""
 
 import asyncio
 from dataclasses import dataclass
