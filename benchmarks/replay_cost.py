@@ -105,14 +105,14 @@ def main() -> None:
         # The live router's own rows, so that both kinds of step load the experts alike.
         chosen = [score.rows for score in trainer.score(live, routes=True)]
         replayed = [replace(sequence, rows=rows) for sequence, rows in zip(live, chosen, strict=True)]
-        with_rows = _ms(partial(trainer.update, replayed, _loss, entropy=False), clock)
-        trainer._replay = _NoReplay()  # pyright: ignore[reportAttributeAccessIssue]
-        without = _ms(partial(trainer.update, live, _loss, entropy=False), clock)
-        packing = _ms(partial(trainer._micro_batches, replayed, counted_only=True), clock)
+        took = {"rows": _ms(partial(trainer._micro_batches, replayed, counted_only=True), clock)}
+        kinds = [("replay", replayed, replay), ("live", live, _NoReplay())]
+        for kind, sequences, in_use in kinds if step % 2 else reversed(kinds):
+            trainer._replay = in_use  # pyright: ignore[reportAttributeAccessIssue]
+            took[kind] = _ms(partial(trainer.update, sequences, _loss, entropy=False), clock)
         if step:  # the first of each warms up
-            times["replay"].append(with_rows)
-            times["live"].append(without)
-            times["rows"].append(packing)
+            for kind, ms in took.items():
+                times[kind].append(ms)
     trainer.close()
     median = {name: statistics.median(values) for name, values in times.items()}
     bare = median["live"] - median["rows"]

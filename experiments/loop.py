@@ -33,13 +33,13 @@ class Tracker(Protocol):
     """Where metrics go (experiments/tracking)."""
 
     def log(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
-        """Records one update; `timings` are wall-clock values and never enter the reproducible record."""
+        """Records one update; `timings` are wall-clock values, kept out of the reproducible record."""
         ...
 
 
 @dataclass
 class Progress:
-    """Where the run stands: `step` updates taken, `version` weight syncs made, `clock_s` seconds on the loop's clock."""
+    """Where the run stands: `step` updates taken, `version` syncs made, `clock_s` seconds on the loop's clock."""
 
     step: int = 0
     version: int = 0
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """`steps` updates in all; `groups_per_batch` groups per update; the rest as in conf/schedule and conf/config.yaml."""
+    """`steps` updates in all; `groups_per_batch` groups per update; the rest as in conf/schedule, conf/config.yaml."""
 
     steps: int
     groups_per_batch: int

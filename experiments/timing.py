@@ -31,7 +31,7 @@ class Stopwatch:
     """Turns running totals into one row of timings per update."""
 
     def __init__(self, totals: Callable[[], Totals], process_started: float):
-        """`process_started` is the `time.perf_counter()` at the start of the process; from there to here is start-up."""
+        """`process_started`: `time.perf_counter()` at the start of the process; from there to here is start-up."""
         self._totals = totals
         self._last = Totals(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
         self._lap_started = time.perf_counter()

@@ -152,7 +152,7 @@ class Trainer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and plain values that `load_state_dict` restores bit for bit: weights, optimiser, step count."""
+        """Returns tensors and plain values that `load_state_dict` restores bit for bit."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

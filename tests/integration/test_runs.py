@@ -62,7 +62,7 @@ def merge_error(rows, strategy, suffix="abs"):
 
 
 def test_merge_errors_are_where_theory_puts_them(smoke_run):
-    """One run, all rules on the same rollouts: exact is zero, replace errs early, slice_concat late, naive_concat grossly."""
+    """All rules on the same rollouts: exact is zero, replace errs early, slice_concat late, naive_concat grossly."""
     rows = smoke_run(
         "strategy=exact",
         FAST,
