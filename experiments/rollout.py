@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class ProblemSource(Protocol):
         """Returns problem `index`; the same one on every call."""
         ...
 
-    def reward(self, problem: Problem, output_ids: NDArray[np.int32]) -> float:
+    def reward(self, problem: Any, output_ids: NDArray[np.int32]) -> float:
         """Returns the verifier's score of a response."""
         ...
 

@@ -8,8 +8,9 @@ running batch while a step is in progress.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -30,7 +31,8 @@ class EngineStats:
     """Totals since the start of the engine.
 
     Attributes:
-        forward_s: wall seconds inside the model's forwards.
+        busy_s: wall seconds of prefills and decode steps, sampling and bookkeeping included.
+        forward_s: those of them inside the model's forwards.
         prefill_tokens: tokens that prefills forwarded, padding not counted.
         resumed_tokens: those of them that were forwarded again after a retraction.
         generated_tokens: tokens sampled.
@@ -38,6 +40,7 @@ class EngineStats:
         peak_running: most requests that ran together.
     """
 
+    busy_s: float
     forward_s: float
     prefill_tokens: int
     resumed_tokens: int
@@ -110,6 +113,7 @@ class EmbeddedEngine:
         self._waiting: deque[Generation] = deque()
         self._futures: dict[str, asyncio.Future[Reply]] = {}  # by request id, unanswered
         self._arrivals = 0
+        self._busy_s = 0.0
         self._paused = False
         self._failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -118,7 +122,7 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         """Returns totals since the start."""
-        return EngineStats(**vars(self._batch.counters))
+        return EngineStats(busy_s=self._busy_s, **vars(self._batch.counters))
 
     async def start(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Loads `weights` as weight version `version` and starts to serve.
@@ -250,11 +254,19 @@ class EmbeddedEngine:
         admitted = self._admit()
         if admitted:
             cost_s = self._cost.prefill_token_s * sum(len(generation.tokens) for generation in admitted)
-            finished = await self._clock.run(partial(self._batch.prefill, admitted, self._version), cost_s)
+            step = partial(self._batch.prefill, admitted, self._version)
+            finished = await self._clock.run(partial(self._timed, step), cost_s)
         else:
-            finished = await self._clock.run(partial(self._batch.decode, self._version), self._cost.decode_step_s)
+            step = partial(self._batch.decode, self._version)
+            finished = await self._clock.run(partial(self._timed, step), self._cost.decode_step_s)
         for generation in finished:
             self._answer(generation, "stop" if int(generation.tokens[-1]) in self._stop_ids else "length")
+
+    def _timed(self, step: Callable[[], list[Generation]]) -> list[Generation]:
+        started = time.perf_counter()
+        finished = step()
+        self._busy_s += time.perf_counter() - started
+        return finished
 
     def _admit(self) -> list[Generation]:
         """Returns the requests that the next prefill takes from the head of the queue, first come first served."""
@@ -297,7 +309,7 @@ class EmbeddedEngine:
         return bool(self._waiting) or self._batch.size > 0
 
     def _fail(self, error: Exception) -> None:
-        self._failure = error
+        self._failure = self._failure or error
         self._waiting.clear()
         for request_id, future in self._futures.items():
             if not future.done():

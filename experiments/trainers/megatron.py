@@ -41,6 +41,7 @@ class TrainerStats:
 
     Attributes:
         score_s, update_s: wall seconds inside `score` and `update`: batching, forwards, backwards, optimiser.
+        model_s: those of them inside the model's forwards and backwards.
         score_tokens, update_tokens: fed tokens, padding not counted.
         padded_tokens: padding positions forwarded.
         swaps: `using` blocks entered.
@@ -48,6 +49,7 @@ class TrainerStats:
 
     score_s: float = 0.0
     update_s: float = 0.0
+    model_s: float = 0.0
     score_tokens: int = 0
     update_tokens: int = 0
     padded_tokens: int = 0
@@ -88,6 +90,7 @@ class MegatronTrainer:
             max_fed=config.max_position_embeddings,
         )
         self._stats = TrainerStats()
+        self._model_s = 0.0
         self._swapped = 0
         self._steps = 0
         process_groups.acquire(self._device)
@@ -227,7 +230,9 @@ class MegatronTrainer:
             value = share.item()
             if not np.isfinite(value):
                 raise RuntimeError(f"the policy loss is {value} on rollouts {list(batch.rollout_ids)}")
+            started = time.perf_counter()
             share.backward()
+            self._model_s += self._elapsed(started)
             if self._settings.recompute_activations:
                 self._replay.check_executed(calls=2)
         return tokens, value, replayed
@@ -242,10 +247,18 @@ class MegatronTrainer:
             logits, _bias = output_layer(chosen[:, None], weight=output_weight)
             return logits[:, 0]
 
+        started = time.perf_counter()
         length = batch.token_ids.shape[1]
         positions = torch.arange(length, device=self._device).expand_as(batch.token_ids)
         logits = self._model(batch.token_ids, positions, None, output_processor=predict)
+        self._model_s += self._elapsed(started)
         return logits.float() / self._temperature
+
+    def _elapsed(self, started: float) -> float:
+        """Returns the seconds since `started` at which the device had finished what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
     def _token_batch(
         self, batch: MicroBatch, sequences: Sequence[TrainSequence], distribution: torch.Tensor, entropy: bool
@@ -343,15 +356,14 @@ class MegatronTrainer:
         return micro_batches(sequences, self._limits, budget, self._device, counted_only=counted_only)
 
     def _account(self, batches: Sequence[MicroBatch], kind: str, start: float) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         fed = sum(sum(batch.lengths) for batch in batches)
         stats = self._stats
         self._stats = replace(
             stats,
+            model_s=self._model_s,
             padded_tokens=stats.padded_tokens + sum(batch.padded_tokens for batch in batches),
             **{
-                f"{kind}_s": getattr(stats, f"{kind}_s") + time.perf_counter() - start,
+                f"{kind}_s": getattr(stats, f"{kind}_s") + self._elapsed(start),
                 f"{kind}_tokens": getattr(stats, f"{kind}_tokens") + fed,
             },
         )

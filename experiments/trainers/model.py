@@ -1,14 +1,16 @@
-"""Builds megatron-core's GPTModel for a Qwen3-MoE configuration, with attention that is fast on a CPU."""
+"""Builds megatron-core's GPTModel for a Qwen3-MoE configuration, with attention and experts that are fast on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig
 
 from experiments.trainers.convert import megatron_config, to_megatron
+from experiments.trainers.experts import FusedSequentialMLP
 from experiments.trainers.upstream import GPTModel, MegatronModule, get_gpt_layer_local_spec, quiet
 
 
@@ -48,6 +50,8 @@ def build_model(
         num_experts=config.num_experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=True
     )
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    moe = spec.submodules.mlp.keywords["submodules"]
+    moe.experts = partial(FusedSequentialMLP, **moe.experts.keywords)
     rope: Any = config.rope_parameters
     with quiet():  # notices about megatron-core's own deprecations
         layout = megatron_config(config, recompute_activations=recompute_activations)

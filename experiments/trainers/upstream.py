@@ -55,6 +55,7 @@ with quiet(), _eager_functions():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,6 +64,7 @@ __all__ = [
     "GPTModel",
     "MegatronModule",
     "RouterReplay",
+    "SequentialMLP",
     "TopKRouter",
     "TransformerConfig",
     "get_gpt_layer_local_spec",

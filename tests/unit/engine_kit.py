@@ -2,7 +2,8 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,17 @@ def after_a_step(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
     return moved
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run(model: Qwen3MoeForCausalLM, scenario: Scenario, clock: Any = None, **settings: Any) -> Any:
     """Returns what `scenario` returns, played on an engine that holds `model` as version 0."""
     clock = clock or VirtualClock()
@@ -73,12 +85,8 @@ def run(model: Qwen3MoeForCausalLM, scenario: Scenario, clock: Any = None, **set
         finally:
             await engine.close()
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread
-    try:
+    with one_thread():
         return clock.run_loop(play())
-    finally:
-        torch.set_num_threads(threads)
 
 
 def request(index: int, length: int = 5, budget: int = 12, **fields: Any) -> Request:
@@ -125,7 +133,7 @@ def teacher_forced(
     model: Qwen3MoeForCausalLM, tokens: np.ndarray, temperature: float = 0.8, top_p: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns log-probs `[T-1]` of tokens 1.. and rows `[T-1, L, K]` of one plain forward without a cache."""
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         out = model(torch.from_numpy(tokens[None, :-1]).long(), output_router_logits=True)
     table = sampled_log_probs(out.logits[0], temperature, top_p)
     log_probs = table.gather(-1, torch.from_numpy(tokens[1:, None]).long())[:, 0].numpy()

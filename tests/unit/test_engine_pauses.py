@@ -16,6 +16,7 @@ from tests.unit.engine_kit import (
     assert_as_teacher_forced,
     interrupted,
     model_of,
+    one_thread,
     request,
     run,
     teacher_forced,
@@ -165,7 +166,7 @@ def test_in_place_keeps_the_kv_cache_and_the_rows_as_first_computed(old: Qwen3Mo
 
     tokens = torch.from_numpy(tokens_of(item, reply)).long()
     cache, rows, logits = DynamicCache(), [], []
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         for model, fed in ((old, tokens[None, :9]), (new, tokens[None, 9:-1])):
             out = model(fed, past_key_values=cache, output_router_logits=True)
             rows.append(torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1))
