@@ -60,7 +60,8 @@ def precheck(argv: list[str]) -> None:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             for job in jobs(overrides) if args.multirun else [overrides]:
                 config = check.load(hydra.compose(args.config_name or "config", overrides=job))
-                check.check(config, check.build_strategy(config.strategy, "strategy"))
+                strategy, _ = check.build_strategies(config)
+                check.check(config, strategy)
     except (HydraException, OmegaConfBaseException) as error:
         raise check.ConfigError(_reason(error)) from error
 

@@ -82,6 +82,17 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
     return strategy
 
 
+def build_strategies(config: Config) -> tuple[MergeStrategy, dict[str, MergeStrategy]]:
+    """Returns the run's merge strategy and those of shadow scoring by name.
+
+    Raises:
+        ConfigError: as `build_strategy`.
+    """
+    nodes = config.shadow.strategies.items()
+    shadows = {name: build_strategy(node, f"shadow.strategies.{name}") for name, node in nodes}
+    return build_strategy(config.strategy, "strategy"), shadows
+
+
 def check(config: Config, strategy: MergeStrategy) -> None:
     """Checks ranges and combinations.
 

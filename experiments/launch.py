@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import build_strategy
+from experiments.check import build_strategies
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.learner import PPOLearner, ShadowPlan
@@ -176,17 +176,14 @@ def _build(
         open_groups=checkpoint.unpack_groups(saved["open_groups"]) if saved else [],
         next_problem=saved["next_problem"] if saved else 0,
     )
+    strategy, shadow_strategies = build_strategies(config)
     learner = PPOLearner(
         trainer=trainer,
         strategy_name=strategy_name,
-        strategy=build_strategy(config.strategy, "strategy"),
+        strategy=strategy,
         algorithm=algorithm,
         max_response_tokens=config.sampling.max_response_tokens,
-        shadow=ShadowPlan(
-            config.shadow.every,
-            {name: build_strategy(n, f"shadow.strategies.{name}") for name, n in config.shadow.strategies.items()},
-            Exact(),
-        ),
+        shadow=ShadowPlan(config.shadow.every, shadow_strategies, Exact()),
         reference=model.weights if algorithm.kl_coef > 0 else None,
     )
 

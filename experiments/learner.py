@@ -83,8 +83,9 @@ class PPOLearner:
         groups = np.array([sample.problem_index for sample in samples])
         advantages = ppo.group_advantages(rewards, groups, self._algorithm.normalize_advantages)
         views = freeze_live_rows(self._trainer, rollouts, merge(self._strategy, rollouts))
-        scored = self._score(step, rollouts, views)
-        own = scored.get(self._strategy_name)
+        scorer = BatchScorer(self._trainer, rollouts)
+        own = scorer.score({self._strategy_name: views})[self._strategy_name] if self._needs_own_scores else None
+        shadow = scorer.score(self._shadow_views(rollouts, views)) if self._shadow.due(step) else {}
         old = self._old_log_probs(rollouts, own)
         reference = self._reference_log_probs(rollouts, views)
         mini_steps = [
@@ -102,27 +103,37 @@ class PPOLearner:
                 before=own.log_probs if own else mini_steps[0].log_probs,
                 mini_steps=mini_steps,
                 decoupled=self._algorithm.old_log_prob is OldLogProb.decoupled,
-                scored=scored if self._shadow.due(step) else {},
+                scored=shadow,
                 exact=EXACT,
             ),
             self._algorithm,
             self._max_response_tokens,
         )
 
-    def _score(self, step: int, rollouts: list[Rollout], views: list[list[ReplayView]]) -> dict[str, ScoredViews]:
-        """Returns log-probs under the weights before the update, by strategy name, for what this update needs.
+    @property
+    def _needs_own_scores(self) -> bool:
+        """Says whether the strategy's log-probs before the update must be computed in a pass of their own.
 
-        With a single optimiser step the update's own forward gives the strategy's log-probs; scoring them again would
-        cost a forward.
+        A single optimiser step in bypass mode gives them for free: its own forward runs under the same weights.
         """
-        wanted: dict[str, list[list[ReplayView]]] = {}
-        single_step = self._algorithm.mini_batches * self._algorithm.epochs == 1
-        if self._shadow.due(step):
-            shadows = {**self._shadow.strategies, EXACT: self._shadow.exact}
-            wanted = {name: merge(strategy, rollouts) for name, strategy in shadows.items()}
-        if wanted or not single_step or self._algorithm.old_log_prob is OldLogProb.decoupled:
-            wanted[self._strategy_name] = views
-        return BatchScorer(self._trainer, rollouts).score(wanted)
+        several_steps = self._algorithm.mini_batches * self._algorithm.epochs > 1
+        return several_steps or self._algorithm.old_log_prob is OldLogProb.decoupled
+
+    def _shadow_views(
+        self, rollouts: list[Rollout], views: list[list[ReplayView]]
+    ) -> dict[str, list[list[ReplayView]]]:
+        """Returns per strategy name the views to compare, `[rollout][view]`.
+
+        A rollout whose rows the engine mixed inside a call has no exact view, so that nothing can be said about it: it
+        has no views here under any strategy, and is counted.
+        """
+        whole = [not any(call.mixed_rows for call in rollout.calls) for rollout in rollouts]
+        kept = [rollout for rollout, is_whole in zip(rollouts, whole, strict=True) if is_whole]
+        named = {name: iter(merge(strategy, kept)) for name, strategy in self._shadow.strategies.items()}
+        named |= {EXACT: iter(merge(self._shadow.exact, kept))}
+        compared = {name: [next(rest) if is_whole else [] for is_whole in whole] for name, rest in named.items()}
+        own = [list(v) if is_whole else [] for v, is_whole in zip(views, whole, strict=True)]
+        return {**compared, self._strategy_name: own}
 
     def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:
         """Returns per rollout float32 `[T]`: the old policy's log-probs, NaN where there are none."""

@@ -16,6 +16,7 @@ from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, PG_LOSS
 from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics, shadow_metrics
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
+from experiments.metrics.route_keys import MERGE_EXCLUDED
 from experiments.metrics.routes import against_exact, agreement_metrics, churn, churn_metrics
 from experiments.metrics.staleness import LoopCounts, staleness_metrics
 from experiments.metrics.tokens import TokenTable
@@ -117,7 +118,9 @@ def _shadow(record: UpdateRecord, rollouts: list[Rollout], algorithm: AlgorithmC
         out |= merge_metrics(table, tables[record.exact], name, floor=0.0)
         if name != record.strategy:
             out |= shadow_metrics(table, algorithm, name)
-    agreement = against_exact(record.views, record.scored[record.exact].views)
+    exact_views = record.scored[record.exact].views
+    agreement = against_exact(record.scored[record.strategy].views, exact_views)
+    out[MERGE_EXCLUDED] = _mean([any(call.mixed_rows for call in rollout.calls) for rollout in rollouts])
     return out | (agreement_metrics(agreement) if agreement else {})
 
 

@@ -96,6 +96,15 @@ MERGE_LOSS_FRAC = Metric(
 )
 
 # Decomposition: D = staleness + merge error + engine mismatch, exactly and per token.
+MERGE_EXCLUDED = Metric(
+    "merge/excluded_frac",
+    "share of rollouts without an exact view, left out of every merge/*: the engine mixed rows inside a call (retract)",
+    "1",
+    "0..1",
+    "mean",
+    healthy="0",
+)
+
 DECOMP_MEAN = Metric("decomp/{part}_mean", "mean of the part", "nats", "real", "mean", shadow=True)
 DECOMP_ABS = Metric("decomp/{part}_abs", "mean |part|; these do not add up", "nats", ">= 0", "mean", shadow=True)
 DECOMP_SQ = Metric(

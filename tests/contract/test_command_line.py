@@ -70,7 +70,7 @@ def test_every_preset_composes_and_passes_the_check(preset):
     from experiments import check
 
     config = check.load(compose(f"experiment={preset}"))
-    check.check(config, check.build_strategy(config.strategy, "strategy"))
+    check.check(config, check.build_strategies(config)[0])
 
 
 @pytest.mark.slow

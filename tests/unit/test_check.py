@@ -1,0 +1,70 @@
+"""Every impossible configuration is refused with the keys that disagree; possible ones pass."""
+
+import pytest
+
+from experiments import check
+from tests.conftest import compose
+
+
+def refusal(*overrides):
+    config = check.load(compose("task=spell_backward", *overrides))
+    with pytest.raises(check.ConfigError) as caught:
+        check.check(config, check.build_strategies(config)[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=0"], "`steps` must be at least 1, not 0"),
+        (["seed=-1"], "`seed` must not be negative"),
+        (["algorithm.group_size=7"], "`algorithm.group_size` 7 does not divide `algorithm.batch_size`"),
+        (["algorithm.batch_size=0"], "`algorithm.batch_size` must be at least 1"),
+        (["algorithm.mini_batches=5"], "does not divide the"),
+        (["algorithm.clip_low=1.5"], "`algorithm.clip_low` must lie between 0 and 1"),
+        (["algorithm.dual_clip=0.5"], "`algorithm.dual_clip` must be above 1"),
+        (["algorithm.kl_estimator=k9"], "`algorithm.kl_estimator` must be k1, k2 or k3, not k9"),
+        (["strategy=exact", "algorithm.ratio_level=sequence"], "needs the whole response in one forward, but Exact"),
+        (["strategy=exact", "schedule.pause_mode=retract"], "overwrites the rows of earlier tokens, which Exact needs"),
+        (["schedule.sync_interval=0"], "`schedule.sync_interval` must be at least 1 update, not 0"),
+        (["schedule.staleness_threshold=-0.5"], "`schedule.staleness_threshold` must not be negative"),
+        (["schedule.cost.decode_step_s=0"], "must be positive on the virtual clock"),
+        (["model.num_experts_per_tok=17"], "`model.num_experts_per_tok` 17 is above `model.num_experts` 16"),
+        (["model.num_key_value_heads=3"], "does not divide `model.num_attention_heads`"),
+        (["model.head_dim=31"], "`model.head_dim` must be even"),
+        (["model.num_hidden_layers=0"], "`model.num_hidden_layers` must be positive"),
+        (["sampling.max_response_tokens=256"], "leaves no room for a prompt"),
+        (["sampling.temperature=0"], "`sampling.temperature` must be positive"),
+        (["sampling.top_p=1.5"], "`sampling.top_p` must lie in (0, 1]"),
+        (["engine.max_running=0"], "`engine.max_running` must be at least 1"),
+        (["trainer.device=tpu"], "`trainer.device` must be auto, cpu or cuda, not tpu"),
+        (["trainer.max_grad_norm=0"], "`trainer.max_grad_norm` must be positive"),
+        (["task.datasets=[]"], "`task.datasets` is empty"),
+        (["task.warm_start.steps=-1"], "`task.warm_start.steps` must not be negative"),
+        (["shadow.every=-1"], "`shadow.every` must not be negative"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_impossible_configurations_are_refused(overrides, message):
+    assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["strategy=replace", "algorithm.ratio_level=sequence"],
+        ["strategy=slice_concat", "schedule.pause_mode=retract"],
+        ["strategy=exact", "schedule.pause_mode=in_place"],
+        ["schedule=wall"],
+        ["algorithm.old_log_prob=decoupled"],
+    ],
+    ids=lambda value: " ".join(value) or "default",
+)
+def test_possible_configurations_pass(overrides):
+    config = check.load(compose("task=spell_backward", *overrides))
+    check.check(config, check.build_strategies(config)[0])
+
+
+def test_shadow_strategies_are_built_and_checked_too():
+    assert "`shadow.strategies.mine`: cannot build" in refusal("+shadow.strategies.mine._target_=nowhere.Strategy")
