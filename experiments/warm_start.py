@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from experiments.qwen3_moe import build_qwen3_moe, qwen3_moe_config
 from experiments.schema import ModelConfig
@@ -34,7 +35,7 @@ from experiments.tasks.task import Problem, Split, Task
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "reasoning-gym")
 
@@ -89,9 +90,22 @@ def prepare_model(model_cfg: ModelConfig, task: Task, *, progress: bool = False)
 
 
 def _load(path: Path) -> PreparedModel:
-    model = Qwen3MoeForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    with _quiet_transformers():
+        model = Qwen3MoeForCausalLM.from_pretrained(str(path), dtype=torch.float32)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return PreparedModel(path, model.config, weights)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Holds back transformers' progress bars for files that load in milliseconds."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 # --- cache -----------------------------------------------------------------------------------------------------------
@@ -187,7 +201,8 @@ def _build(model_cfg: ModelConfig, task: Task, settings: dict[str, Any], folder:
         "warm start: mean reward %.3f, exact %.3f, %.1f response tokens over %d held-out problems",
         *(evaluation.reward, evaluation.exact, evaluation.response_tokens, evaluation.problems),
     )
-    model.save_pretrained(str(folder))
+    with _quiet_transformers():
+        model.save_pretrained(str(folder))
     task.tokenizer.save(folder)
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     manifest = {"settings": settings, "evaluation": asdict(evaluation), "files": files}
@@ -216,7 +231,7 @@ def train_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool = Fal
     model = _random_model(model_cfg, task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     batches = _batches(task, cfg.steps, cfg.batch_size)
-    bar = tqdm(batches, total=cfg.steps, desc="warm start", unit="step", disable=not progress)
+    bar = tqdm(batches, total=cfg.steps, desc="warm start", unit="step", disable=None if progress else True)
     model.train()
     for step, batch in enumerate(bar):
         for group in optimizer.param_groups:
@@ -229,13 +244,16 @@ def train_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool = Fal
 
 
 def _random_model(model_cfg: ModelConfig, task: Task) -> Qwen3MoeForCausalLM:
-    """Returns a model with seeded random weights whose configuration names the tokenizer's special tokens."""
+    """Returns a model with seeded random weights whose configuration names the tokenizer's stop and start tokens.
+
+    It does not name the padding token: transformers would give it an embedding of zeros and never train it. A policy
+    may sample it, and RMSNorm multiplies the gradient of a zero vector by 1 / sqrt(eps) = 1000.
+    """
     config = qwen3_moe_config(model_cfg, task.tokenizer.vocab_size)
     config.eos_token_id = task.tokenizer.eos_id
     config.bos_token_id = task.tokenizer.bos_id
-    config.pad_token_id = task.tokenizer.pad_id
     model = build_qwen3_moe(config, dtype=torch.float32, device=torch.device("cpu"), seed=task.cfg.warm_start.seed)
-    model.set_experts_implementation("grouped_mm")  # 0.2 s per step; eager takes twice that, batched_mm has no backward
+    model.set_experts_implementation("grouped_mm")  # batched_mm has no backward here
     return model
 
 
@@ -318,8 +336,7 @@ def sample_responses(
     settings = GenerationConfig(
         max_new_tokens=max(len(task.answer_ids(problem)) for problem in problems) + EVALUATION_SLACK_TOKENS,
         do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else None,
-        top_k=0,
+        **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
     )
