@@ -210,6 +210,7 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
     )
     yield t.learning_rate < 0, f"`trainer.learning_rate` must not be negative, not {t.learning_rate}"
     yield t.max_grad_norm <= 0, f"`trainer.max_grad_norm` must be positive, not {t.max_grad_norm}"
+    yield config.task.problems < 0, f"`task.problems` must not be negative, not {config.task.problems}"
     yield not config.task.datasets, "`task.datasets` is empty; name at least one reasoning-gym dataset"
     for i, d in enumerate(config.task.datasets):
         yield d.weight <= 0, f"`task.datasets[{i}].weight` must be positive, not {d.weight}"

@@ -141,6 +141,7 @@ class TaskConfig:
     """Problems and their verifier."""
 
     name: str = MISSING
+    problems: int = MISSING  # distinct training problems, revisited in a new order every pass; 0: never the same twice
     datasets: list[DatasetConfig] = MISSING
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 

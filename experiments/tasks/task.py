@@ -169,11 +169,20 @@ class Task:
             raise ValueError(f"problem index must be in 0..{MAX_INDEX - 1}, came {index}")
         # Key ranges of two (seed, split) pairs do not overlap. The mix is drawn from a stream of its own: reasoning-gym
         # seeds Python's generator with the key, and equal draws would tie the dataset to the content of the problem.
-        key = (self._seeds[split] * len(Split) + split.value) * MAX_INDEX + index
+        key = (self._seeds[split] * len(Split) + split.value) * MAX_INDEX + self._entry_index(index, split)
         dataset = random.Random(f"mix {key}").choices(self._datasets, self._weights)[0]
         entry = dataset.entry(key)
         prompt = dataset.prompt(entry)
         return Problem(index, dataset.name, prompt, self._encode(dataset.name, prompt, prompt=True), entry)
+
+    def _entry_index(self, index: int, split: Split) -> int:
+        """Returns which entry of the split's stream problem `index` is: the train split passes over the same ones again."""
+        if split is not Split.train or self.cfg.problems == 0:
+            return index
+        epoch, place = divmod(index, self.cfg.problems)
+        order = list(range(self.cfg.problems))
+        random.Random(f"epoch {self._seeds[split]} {epoch}").shuffle(order)
+        return order[place]
 
     def answer_ids(self, problem: Problem) -> NDArray[np.int32]:
         """Returns int32 `[n]`: the dataset's own answer and the stop token.

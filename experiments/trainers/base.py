@@ -118,7 +118,7 @@ class UpdateResult:
     Attributes:
         loss: value of the policy loss, nats.
         grad_norm: global L2 norm of the gradient before clipping.
-        log_probs: per sequence float32 `[t]` under the weights *before* the step, NaN at 0.
+        log_probs: per sequence float32 `[t]` under the weights *before* the step, NaN where the token carries no loss.
         entropy: mean entropy over the counted tokens, nats; None when the loss did not ask for it.
         replay: how the forwards were routed.
     """

@@ -26,7 +26,7 @@ REVERSAL = DatasetConfig(
 
 
 def make_task(*datasets: DatasetConfig, seed: int = 1) -> Task:
-    return Task(TaskConfig(name="test", datasets=list(datasets), warm_start=WARM_START), seed)
+    return Task(TaskConfig(name="test", problems=0, datasets=list(datasets), warm_start=WARM_START), seed)
 
 
 def preset(path: Path) -> TaskConfig:
@@ -40,6 +40,18 @@ def test_a_problem_depends_on_seed_and_index_alone():
     assert [first.problem(index).prompt for index in range(20)] == [problem.prompt for problem in backward]
     other = make_task(SPELL, REVERSAL, seed=2)
     assert [first.problem(index).prompt for index in range(20)] != [other.problem(index).prompt for index in range(20)]
+
+
+def test_a_finite_task_passes_over_the_same_problems_in_a_new_order_every_time():
+    cfg = TaskConfig(name="test", problems=5, datasets=[SPELL, REVERSAL], warm_start=WARM_START)
+    task = Task(cfg, 1)
+    prompts = [task.problem(index).prompt for index in range(15)]
+    passes = [prompts[0:5], prompts[5:10], prompts[10:15]]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+    assert not passes[0] == passes[1] == passes[2]
+    assert [task.problem(index).index for index in range(15)] == list(range(15)), "groups stay apart"
+    held_out = {task.problem(index, Split.held_out).prompt for index in range(40)}
+    assert len(held_out) > 5
 
 
 def test_splits_and_seeds_never_share_a_generator_seed():

@@ -42,7 +42,7 @@ SPELL = DatasetConfig(
 
 def task_config(cache_dir: Path, *, steps: int = 3, seed: int = 0) -> TaskConfig:
     cfg = WarmStartConfig(steps=steps, batch_size=8, learning_rate=3e-3, seed=seed, cache_dir=str(cache_dir))
-    return TaskConfig(name="test", datasets=[SPELL], warm_start=cfg)
+    return TaskConfig(name="test", problems=0, datasets=[SPELL], warm_start=cfg)
 
 
 @pytest.fixture
