@@ -13,6 +13,7 @@ STARTED = time.perf_counter()
 import sys
 from itertools import product
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -83,21 +84,29 @@ def main(node: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     from experiments.launch import launch  # torch, megatron-core and transformers, only now
 
-    status = launch(
-        config,
-        node,
-        strategy_name=hydra_config.runtime.choices["strategy"],
-        run_dir=Path(hydra_config.runtime.output_dir),
-        started=STARTED,
-    )
+    try:
+        status = launch(
+            config,
+            node,
+            strategy_name=hydra_config.runtime.choices["strategy"],
+            run_dir=Path(hydra_config.runtime.output_dir),
+            started=STARTED,
+        )
+    except check.ConfigError as error:
+        refuse(error)
     if status:
         sys.exit(status)
+
+
+def refuse(error: check.ConfigError) -> NoReturn:
+    """Ends the process with the reason in one line."""
+    print(f"run.py: bad configuration: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":
     try:
         precheck(sys.argv[1:])
     except check.ConfigError as error:
-        print(f"run.py: bad configuration: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
     main()

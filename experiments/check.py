@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
@@ -175,6 +176,8 @@ def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, s
 def _model(config: Config) -> Iterator[tuple[bool, str]]:
     m = config.model
     if m.checkpoint is not None:
+        path = Path(m.checkpoint).expanduser() / "config.json"
+        yield not path.is_file(), f"`model.checkpoint` must be a Hugging Face folder; there is no {path}"
         return
     for f in fields(m):
         value = getattr(m, f.name)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import build_strategies
+from experiments.check import ConfigError, build_strategies
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.learner import PPOLearner, ShadowPlan
@@ -35,7 +35,7 @@ from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
 from strategies import Exact
 
-COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 TRACEBACK = "traceback.txt"
 
@@ -46,6 +46,9 @@ CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads")
 def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Path, started: float) -> int:
     """Runs one experiment in `run_dir` and returns the exit code.
 
+    Raises:
+        ConfigError: the run directory, the checkpoint to resume or the device do not fit the configuration.
+
     Args:
         config: the typed configuration; node: the same as Hydra composed it.
         strategy_name: name of the strategy's YAML.
@@ -53,15 +56,15 @@ def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Pat
         started: `time.perf_counter()` at the start of the process.
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    saved = _saved(config, node, run_dir)
-    device = resolve_device(config.trainer.device)
-    tracker = Tracker(
-        run_dir,
-        node,
-        strategy=strategy_name,
-        device=str(device),
-        resume_after=saved["progress"]["step"] if saved else None,
-    )
+    with _as_config_errors():
+        saved = _saved(config, node, run_dir)
+        tracker = Tracker(
+            run_dir,
+            node,
+            strategy=strategy_name,
+            device=str(resolve_device(config.trainer.device)),
+            resume_after=saved["progress"]["step"] if saved else None,
+        )
     return _supervise(tracker, lambda: _train(config, node, strategy_name, run_dir, tracker, saved, started))
 
 
@@ -75,7 +78,8 @@ def _train(
     started: float,
 ) -> None:
     """Prepares the model, builds the parts and runs the loop to its end."""
-    task = load_task(config.task, config.seed, config.model.checkpoint)
+    with _as_config_errors():
+        task = load_task(config.task, config.seed, config.model.checkpoint)
     model = prepare_model(config.model, task, progress=config.tracking.progress)
     with MegatronTrainer(
         model.config, model.weights, settings=config.trainer, temperature=config.sampling.temperature
@@ -142,50 +146,16 @@ def _build(
     saved: dict[str, Any] | None,
     started: float,
 ) -> Run:
+    """Returns a loop that starts at the beginning, or where the checkpoint `saved` was taken."""
+    algorithm, schedule = config.algorithm, config.schedule
     progress = Progress(**saved["progress"]) if saved else Progress()
     clock = _clock(config, progress.clock_s)
-    engine = EmbeddedEngine(
-        model.config,
-        dtype=getattr(torch, config.engine.dtype.value),
-        max_running=config.engine.max_running,
-        max_prefill_tokens=config.engine.max_prefill_tokens,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        stop_ids=[task.tokenizer.eos_id],
-        clock=clock,
-        cost=config.schedule.cost,
-        device=trainer.device,
-    )
-    algorithm, schedule = config.algorithm, config.schedule
+    engine = _engine(config, model, task, clock, trainer.device)
     queue = SampleQueue(checkpoint.unpack_samples(saved["queue"]) if saved else [])
     admission = Admission(int((1 + schedule.staleness_threshold) * schedule.sync_interval * algorithm.batch_size))
     if saved:
         admission.load_state_dict(saved["admission"])
-    rollouter = Rollouter(
-        engine=engine,
-        problems=task,
-        queue=queue,
-        admission=admission,
-        limits=RolloutLimits(
-            config.sampling.max_response_tokens, model.config.max_position_embeddings, schedule.max_empty_aborts
-        ),
-        shape=RowShape(model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.num_experts),
-        group_size=algorithm.group_size,
-        seed=config.seed,
-        version=lambda: progress.version,
-        open_groups=checkpoint.unpack_groups(saved["open_groups"]) if saved else [],
-        next_problem=saved["next_problem"] if saved else 0,
-    )
-    strategy, shadow_strategies = build_strategies(config)
-    learner = PPOLearner(
-        trainer=trainer,
-        strategy_name=strategy_name,
-        strategy=strategy,
-        algorithm=algorithm,
-        max_response_tokens=config.sampling.max_response_tokens,
-        shadow=ShadowPlan(config.shadow.every, shadow_strategies, Exact()),
-        reference=model.weights if algorithm.kl_coef > 0 else None,
-    )
+    rollouter = _rollouter(config, engine, task, queue, admission, model, progress, saved)
 
     def save() -> None:
         checkpoint.save(
@@ -201,18 +171,6 @@ def _build(
             },
         )
 
-    def totals() -> Totals:
-        e, t = engine.stats(), trainer.stats()
-        return Totals(
-            generate=e.busy_s,
-            score=t.score_s,
-            train=t.update_s,
-            sync=loop.sync_seconds,
-            models=e.forward_s + t.model_s,
-            generated_tokens=e.generated_tokens,
-            trained_tokens=t.update_tokens,
-        )
-
     loop = Loop(
         settings=LoopSettings(
             steps=config.steps,
@@ -226,16 +184,87 @@ def _build(
         clock=clock,
         engine=engine,
         trainer=trainer,
-        learner=learner,
+        learner=_learner(config, strategy_name, trainer, model),
         rollouter=rollouter,
         queue=queue,
         reopen_window=admission.synced,
         tracker=tracker,
-        stopwatch=Stopwatch(totals, started),
+        stopwatch=Stopwatch(lambda: _totals(engine, trainer, loop), started),
         save_checkpoint=save,
         progress=progress,
     )
     return Run(loop, clock, queue.interrupt)
+
+
+def _engine(config: Config, model: PreparedModel, task: Task, clock: Clock, device: torch.device) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model.config,
+        dtype=getattr(torch, config.engine.dtype.value),
+        max_running=config.engine.max_running,
+        max_prefill_tokens=config.engine.max_prefill_tokens,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        stop_ids=[task.tokenizer.eos_id],
+        clock=clock,
+        cost=config.schedule.cost,
+        device=device,
+    )
+
+
+def _rollouter(
+    config: Config,
+    engine: EmbeddedEngine,
+    task: Task,
+    queue: SampleQueue,
+    admission: Admission,
+    model: PreparedModel,
+    progress: Progress,
+    saved: dict[str, Any] | None,
+) -> Rollouter:
+    shape = model.config
+    return Rollouter(
+        engine=engine,
+        problems=task,
+        queue=queue,
+        admission=admission,
+        limits=RolloutLimits(
+            response=config.sampling.max_response_tokens,
+            context=shape.max_position_embeddings,
+            empty_aborts=config.schedule.max_empty_aborts,
+        ),
+        shape=RowShape(shape.num_hidden_layers, shape.num_experts_per_tok, shape.num_experts),
+        group_size=config.algorithm.group_size,
+        seed=config.seed,
+        version=lambda: progress.version,
+        open_groups=checkpoint.unpack_groups(saved["open_groups"]) if saved else [],
+        next_problem=saved["next_problem"] if saved else 0,
+    )
+
+
+def _learner(config: Config, strategy_name: str, trainer: MegatronTrainer, model: PreparedModel) -> PPOLearner:
+    strategy, shadow_strategies = build_strategies(config)
+    return PPOLearner(
+        trainer=trainer,
+        strategy_name=strategy_name,
+        strategy=strategy,
+        algorithm=config.algorithm,
+        max_response_tokens=config.sampling.max_response_tokens,
+        shadow=ShadowPlan(config.shadow.every, shadow_strategies, Exact()),
+        reference=model.weights if config.algorithm.kl_coef > 0 else None,
+    )
+
+
+def _totals(engine: EmbeddedEngine, trainer: MegatronTrainer, loop: Loop) -> Totals:
+    e, t = engine.stats(), trainer.stats()
+    return Totals(
+        generate=e.busy_s,
+        score=t.score_s,
+        train=t.update_s,
+        sync=loop.sync_seconds,
+        models=e.forward_s + t.model_s,
+        generated_tokens=e.generated_tokens,
+        trained_tokens=t.update_tokens,
+    )
 
 
 def _clock(config: Config, start_s: float) -> Clock:
@@ -244,7 +273,7 @@ def _clock(config: Config, start_s: float) -> Clock:
 
 def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
     """Runs `train`, records how it ended, prints the closing table and returns the exit code."""
-    status, error = "failed", None
+    status, error, bad_config = "failed", None, False
     try:
         train()
         status = "completed"
@@ -252,7 +281,7 @@ def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
         status = "interrupted"
     except BaseException as raised:
         leaf = first_error(raised)
-        error = f"{type(leaf).__name__}: {leaf}"
+        error, bad_config = f"{type(leaf).__name__}: {leaf}", isinstance(leaf, ConfigError)
         (tracker.folder / TRACEBACK).write_text("".join(traceback.format_exception(raised)), encoding="utf-8")
         if not isinstance(leaf, Exception):  # a second Ctrl-C
             raise
@@ -260,9 +289,20 @@ def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
         summary = tracker.finish(status, error)
     if error:
         print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
-        return FAILED
+        return BAD_CONFIG if bad_config else FAILED
     print(closing_table(summary))
     return INTERRUPTED if status == "interrupted" else COMPLETED
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """Turns the ValueErrors of parts that read configuration values into configuration errors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextmanager

@@ -134,14 +134,16 @@ class Loop:
             }
             self._tracker.log(progress.step, metrics, self._stopwatch.lap())
             if progress.step % settings.sync_interval == 0:
-                await self._sync()
-        await self._stop_here()
+                await self._sync(last=progress.step == settings.steps)
+        if progress.step % settings.sync_interval:
+            await self._stop_here()
 
-    async def _sync(self) -> None:
-        """Publishes the trainer's weights: pause, load, next version, resume."""
-        checkpoint = self._settings.checkpoint_every > 0 and (
-            (self.progress.version + 1) % self._settings.checkpoint_every == 0
-        )
+    async def _sync(self, *, last: bool) -> None:
+        """Publishes the trainer's weights: pause, load, next version, resume. The last sync of a run saves a checkpoint
+        and leaves the engine paused.
+        """
+        every = self._settings.checkpoint_every
+        checkpoint = last or (every > 0 and (self.progress.version + 1) % every == 0)
         # A checkpoint cannot hold a KV cache: unfinished calls are returned, whatever the pause mode, so that the run
         # that goes on and the run that resumes from the file are the same run.
         await self._engine.pause("abort" if checkpoint else self._settings.pause_mode)
@@ -155,12 +157,11 @@ class Loop:
         self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
         if checkpoint:
             self._save_checkpoint()
-        await self._engine.resume()
+        if not last:
+            await self._engine.resume()
 
     async def _stop_here(self) -> None:
-        """Saves a checkpoint between two updates, at the end of the run or when interrupted; unfinished calls are
-        returned first.
-        """
+        """Saves a checkpoint between two syncs; unfinished calls are returned first."""
         await self._engine.pause("abort")
         await asyncio.sleep(0)  # lets the rollouts record what the pause returned
         self.progress.clock_s = self._clock.now()

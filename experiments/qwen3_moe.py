@@ -7,6 +7,7 @@ engine or a trainer.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -24,7 +25,7 @@ def qwen3_moe_config(model: ModelConfig, vocab_size: int) -> Qwen3MoeConfig:
         ValueError: the checkpoint is no Qwen3-MoE, or its vocabulary is smaller than the tokenizer's.
     """
     if model.checkpoint is not None:
-        config = Qwen3MoeConfig.from_pretrained(model.checkpoint)
+        config = Qwen3MoeConfig.from_pretrained(Path(model.checkpoint).expanduser())
         if config.model_type != "qwen3_moe":
             raise ValueError(f"model.checkpoint={model.checkpoint}: a qwen3_moe is expected, {config.model_type} came")
         if config.vocab_size < vocab_size:

@@ -80,7 +80,7 @@ def prepare_model(model_cfg: ModelConfig, task: Task, *, progress: bool = False)
         ValueError: the checkpoint is no folder of a Qwen3-MoE, or its vocabulary is smaller than the task's tokenizer.
     """
     if model_cfg.checkpoint is not None:
-        path = Path(model_cfg.checkpoint)
+        path = Path(model_cfg.checkpoint).expanduser()
         if not (path / "config.json").is_file():
             raise ValueError(f"model.checkpoint={path}: expected a Hugging Face folder, found no config.json there")
         qwen3_moe_config(model_cfg, task.tokenizer.vocab_size)

@@ -176,7 +176,7 @@ class Task:
         return Problem(index, dataset.name, prompt, self._encode(dataset.name, prompt, prompt=True), entry)
 
     def _entry_index(self, index: int, split: Split) -> int:
-        """Returns which entry of the split's stream problem `index` is: the train split passes over the same ones again."""
+        """Returns which entry of its stream problem `index` is: the train split passes over the same ones again."""
         if split is not Split.train or self.cfg.problems == 0:
             return index
         epoch, place = divmod(index, self.cfg.problems)
