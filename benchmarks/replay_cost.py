@@ -1,5 +1,6 @@
 """What router replay costs in a training step: `python -m benchmarks.replay_cost`.
- Takes optimiser steps of the default model on the same tokens, in turn with every row replayed and verified, and with
+
+Takes optimiser steps of the default model on the same tokens, in turn with every row replayed and verified, and with
 the routers on their own (nothing installed, nothing verified). Checking and packing the rows is charged to replay in
 full. Prints medians and the share.
 """

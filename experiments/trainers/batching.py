@@ -1,7 +1,9 @@
 """Groups sequences of different lengths into padded micro-batches and checks their rows before any forward.
- Padding stands at the end of a sequence, where the causal mask hides it from every real token; it is routed live,
+
+Padding stands at the end of a sequence, where the causal mask hides it from every real token; it is routed live,
 predicts nothing and counts nowhere.
- Legend: `t` tokens of a sequence, `s` fed tokens of the longest sequence of a micro-batch (padding included), `b`
+
+Legend: `t` tokens of a sequence, `s` fed tokens of the longest sequence of a micro-batch (padding included), `b`
 sequences, `N = s * b` cells per layer, `L` layers, `K` experts per token, `E` experts, `n` predicted tokens. Flat order
 is sequence-major like megatron's activations `[s, b, H]`: fed position i of sequence j is row `i * b + j`.
 """

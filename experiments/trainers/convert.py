@@ -1,8 +1,10 @@
 """transformers' Qwen3-MoE and megatron-core's GPTModel hold the same weights in two layouts; this module maps one onto
 the other.
- Both directions only rearrange: no value is computed, so a round trip is exact and the optimiser's moments convert like
+
+Both directions only rearrange: no value is computed, so a round trip is exact and the optimiser's moments convert like
 the weights.
- Legend: `G` query groups (= key/value heads), `q` query heads per group, `D` head dim, `H` hidden size, `F` expert
+
+Legend: `G` query groups (= key/value heads), `q` query heads per group, `D` head dim, `H` hidden size, `F` expert
 width, `E` experts.
 """
 

@@ -1,5 +1,6 @@
 """megatron-core's `SequentialMLP` with one autograd node for all experts of a layer instead of about ten per expert.
- The parameters, their names and the mathematics are those of the base class: y = W2 (silu(gate) * up * p) with (gate,
+
+The parameters, their names and the mathematics are those of the base class: y = W2 (silu(gate) * up * p) with (gate,
 up) = W1 x. Upstream runs a module per expert; with small experts most of its time goes into the bookkeeping of tiny
 operations. Here only the matrix products are per expert, and everything element-wise runs once over all of them.
 

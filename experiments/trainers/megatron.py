@@ -1,7 +1,9 @@
 """The megatron-core trainer: GPTModel on one CPU or CUDA device, router replay, AdamW. It knows nothing of strategies.
- Sequences are forwarded in padded micro-batches (batching.py) with their rows installed in this model's routers
+
+Sequences are forwarded in padded micro-batches (batching.py) with their rows installed in this model's routers
 (replay.py). Logits exist only for predicted positions: all of them when scoring, those with loss in an update.
- Legend: `t` tokens of one sequence, `b` sequences and `s` fed tokens of a micro-batch, `n` predicted tokens, `L`
+
+Legend: `t` tokens of one sequence, `b` sequences and `s` fed tokens of a micro-batch, `n` predicted tokens, `L`
 layers, `K` experts per token.
 """
 

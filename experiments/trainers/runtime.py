@@ -1,6 +1,7 @@
 """What megatron-core expects of the process: a process group of one rank, and on a CPU-only machine a few stand-ins for
 CUDA.
- Everything here is process-wide because torch.distributed and megatron's parallel_state are. It is shared by all
+
+Everything here is process-wide because torch.distributed and megatron's parallel_state are. It is shared by all
 trainers of the process and taken down with the last one.
 """
 

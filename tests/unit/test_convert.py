@@ -10,6 +10,7 @@ import yaml
 
 from experiments.trainers.convert import check_supported, to_huggingface, to_megatron
 from experiments.trainers.megatron import MegatronTrainer
+from experiments.trainers.runtime import megatron_on
 from tests.unit.trainer_cases import model_config, settings, train_sequences, transformers_model
 
 MODEL_YAML = Path(__file__).parents[2] / "conf" / "model" / "tiny_moe.yaml"
@@ -55,11 +56,27 @@ def test_both_conversions_are_exact_inverses(tied):
     assert all(torch.equal(again[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize(
+both_models = pytest.mark.parametrize(
     "config",
     [default_config(), odd_config(), odd_config(tie_word_embeddings=True), odd_config(norm_topk_prob=False)],
     ids=["default model", "grouped queries, odd shapes", "tied embeddings", "top-k weights not normalised"],
 )
+
+
+@both_models
+def test_megatron_gives_the_logits_of_transformers(config):
+    reference = transformers_model(config)
+    ids = torch.randint(0, config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(2))
+    weights = reference.state_dict()
+    with MegatronTrainer(config, weights, settings=settings(), temperature=1.0) as trainer, torch.no_grad():
+        with megatron_on(trainer.device):
+            logits = trainer._model(ids, torch.arange(40).expand_as(ids), None)
+        expected = reference(ids).logits
+    assert expected.abs().max() > 0.5, "logits that are all near zero would agree by accident"
+    assert (logits - expected).abs().max() < 1e-5
+
+
+@both_models
 def test_megatron_gives_the_log_probs_of_transformers(config):
     reference = transformers_model(config)
     sequence = train_sequences(config, [48], live=True)[0]

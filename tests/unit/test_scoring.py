@@ -51,7 +51,7 @@ def test_identical_views_are_scored_once():
     rules = {"replace": Replace(), "slice_concat": SliceConcat(), "exact": Exact(), "naive_concat": NaiveConcat()}
     scorer = BatchScorer(trainer, rollouts)
     scorer.score({name: merge(rule, rollouts) for name, rule in rules.items()})
-    # Interrupted: first and last exact view (the last is what replace asks for), slice_concat, naive_concat. Whole: one.
+    # Interrupted: both exact views (the last is also what replace asks for), slice_concat, naive_concat. Whole: one.
     assert len(trainer.scored) == scorer.forwards == 5
     scorer.score({"again": merge(Replace(), rollouts)})
     assert scorer.forwards == 5
