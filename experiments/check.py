@@ -158,10 +158,11 @@ def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, s
     for f in fields(s.cost):
         value = getattr(s.cost, f.name)
         yield value < 0, f"`schedule.cost.{f.name}` must not be negative, not {value}"
-    yield (
-        s.clock is ClockKind.virtual and s.cost.decode_step_s <= 0,
-        "`schedule.cost.decode_step_s` must be positive on the virtual clock: decoding would take no time",
-    )
+    for name in ("decode_step_s", "sync_s"):
+        yield (
+            s.clock is ClockKind.virtual and getattr(s.cost, name) <= 0,
+            f"`schedule.cost.{name}` must be positive on the virtual clock: events that take no time have no order",
+        )
     yield (
         s.pause_mode is Pause.retract and not strategy.single_view,
         f"`schedule.pause_mode=retract` overwrites the rows of earlier tokens, which {_name(strategy)} needs; "

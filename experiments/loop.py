@@ -143,19 +143,15 @@ class Loop:
         and leaves the engine paused.
         """
         every = self._settings.checkpoint_every
-        checkpoint = last or (every > 0 and (self.progress.version + 1) % every == 0)
-        # A checkpoint cannot hold a KV cache: unfinished calls are returned, whatever the pause mode, so that the run
-        # that goes on and the run that resumes from the file are the same run.
-        await self._engine.pause("abort" if checkpoint else self._settings.pause_mode)
+        await self._engine.pause(self._settings.pause_mode)
         started = time.perf_counter()
         weights = self._trainer.weights()
         self.progress.version += 1
         await self._engine.load_weights(weights, self.progress.version)
         self.sync_seconds += time.perf_counter() - started
-        await self._clock.run(lambda: None, self._settings.sync_s)
-        self.progress.clock_s = self._clock.now()
         self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
-        if checkpoint:
+        await self._settle()
+        if last or (every > 0 and self.progress.version % every == 0):
             self._save_checkpoint()
         if not last:
             await self._engine.resume()
@@ -163,9 +159,16 @@ class Loop:
     async def _stop_here(self) -> None:
         """Saves a checkpoint between two syncs; unfinished calls are returned first."""
         await self._engine.pause("abort")
-        await asyncio.sleep(0)  # lets the rollouts record what the pause returned
-        self.progress.clock_s = self._clock.now()
+        await self._settle()
         self._save_checkpoint()
+
+    async def _settle(self) -> None:
+        """Lets the time of a sync pass. On the virtual clock no time passes while any coroutine can go on, so that
+        afterwards every rollout has recorded what the pause returned, and every request, also of rollouts that were
+        just admitted, waits at the engine in the order in which a resumed run would send it.
+        """
+        await self._clock.run(lambda: None, self._settings.sync_s)
+        self.progress.clock_s = self._clock.now()
 
 
 def first_error(error: BaseException) -> BaseException:
