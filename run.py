@@ -10,6 +10,7 @@ import time
 
 STARTED = time.perf_counter()
 
+import shlex
 import sys
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,6 +30,12 @@ from experiments import check, schema
 CONF = Path(__file__).resolve().parent / "conf"
 
 schema.register()
+
+starts = [STARTED]
+"""When the next job of this process began, `time.perf_counter()`: only the first one waited for the imports above."""
+
+failed_jobs: list[Path] = []
+"""Run directories of a sweep's jobs that failed; the others run all the same."""
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
@@ -77,24 +85,35 @@ def _reason(error: BaseException) -> str:
     return " ".join(" ".join(lines).split("Config search path")[0].split())
 
 
+def own_command(overrides: list[str]) -> str:
+    """Returns the command that runs one job again: of a sweep, that job alone."""
+    args = get_args_parser().parse_args(sys.argv[1:])
+    config_dir = ["--config-dir", args.config_dir] if args.config_dir else []
+    return shlex.join(["python", "run.py", *config_dir, *overrides])
+
+
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def main(node: DictConfig) -> None:
     """One job."""
     config = check.load(node)
     hydra_config = HydraConfig.get()
-    from experiments.launch import launch  # torch, megatron-core and transformers, only now
+    run_dir = Path(hydra_config.runtime.output_dir)
+    from experiments.launch import FAILED, launch  # torch, megatron-core and transformers, only now
 
     try:
         status = launch(
             config,
             node,
             strategy_name=hydra_config.runtime.choices["strategy"],
-            run_dir=Path(hydra_config.runtime.output_dir),
-            started=STARTED,
+            run_dir=run_dir,
+            started=starts.pop() if starts else time.perf_counter(),
+            command=own_command(hydra_config.overrides.task),
         )
     except check.ConfigError as error:
         refuse(error)
-    if status:
+    if status == FAILED and hydra_config.mode is RunMode.MULTIRUN:
+        failed_jobs.append(run_dir)
+    elif status:
         sys.exit(status)
 
 
@@ -110,3 +129,6 @@ if __name__ == "__main__":
     except check.ConfigError as error:
         refuse(error)
     main()
+    if failed_jobs:
+        print(f"run.py: {len(failed_jobs)} jobs failed: {', '.join(map(str, failed_jobs))}", file=sys.stderr)
+        sys.exit(1)

@@ -6,6 +6,7 @@ Every message names the config keys, what they hold and what would be right. Not
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.schema import ClockKind, Config, Pause, RatioLevel
 from strategies.base import MergeStrategy
+
+CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
+"""Where a run directory keeps its newest checkpoint."""
 
 
 class ConfigError(ValueError):
@@ -112,10 +116,31 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     yield config.checkpoint.every < 0, f"`checkpoint.every` must not be negative, not {config.checkpoint.every}"
     yield config.shadow.every < 0, f"`shadow.every` must not be negative, not {config.shadow.every}"
     yield config.backend.name != "local", f"`backend` must be local, not {config.backend.name}"
+    yield (
+        config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),
+        f"`resume`: there is no checkpoint in {config.resume}; a run saves one every `checkpoint.every` syncs, at its "
+        "end and when interrupted",
+    )
+    yield (
+        "exact" in config.shadow.strategies,
+        "`shadow.strategies.exact`: the exact views are the reference and always scored; remove the key",
+    )
+    for path, value in _numbers(config, ""):
+        yield not math.isfinite(value), f"`{path}` must be finite, not {value}"
     yield from _algorithm(config, strategy)
     yield from _schedule(config, strategy)
     yield from _model(config)
     yield from _parts(config)
+
+
+def _numbers(node: Any, prefix: str) -> Iterator[tuple[str, float]]:
+    """Yields every float of the configuration with its dotted key."""
+    for f in fields(node):
+        value = getattr(node, f.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{f.name}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{f.name}", value
 
 
 def _algorithm(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, str]]:
@@ -131,6 +156,7 @@ def _algorithm(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, 
         groups % max(a.mini_batches, 1) != 0,
         f"`algorithm.mini_batches` {a.mini_batches} does not divide the {groups} groups of a batch",
     )
+    yield a.group_size == 1, "`algorithm.group_size` must be at least 2: a group of one has no advantage"
     yield not 0 < a.clip_low < 1, f"`algorithm.clip_low` must lie between 0 and 1, not {a.clip_low}"
     yield a.clip_high <= 0, f"`algorithm.clip_high` must be positive, not {a.clip_high}"
     yield a.dual_clip <= 1, f"`algorithm.dual_clip` must be above 1, not {a.dual_clip}"
@@ -168,10 +194,6 @@ def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, s
         f"`schedule.pause_mode=retract` overwrites the rows of earlier tokens, which {_name(strategy)} needs; "
         "use abort or in_place",
     )
-    yield (
-        s.clock is ClockKind.virtual and config.engine.name != "embedded",
-        f"`schedule.clock=virtual` needs engine=embedded, not {config.engine.name}; use schedule=wall",
-    )
 
 
 def _model(config: Config) -> Iterator[tuple[bool, str]]:
@@ -183,6 +205,10 @@ def _model(config: Config) -> Iterator[tuple[bool, str]]:
     for f in fields(m):
         value = getattr(m, f.name)
         yield isinstance(value, int | float) and value <= 0, f"`model.{f.name}` must be positive, not {value}"
+    yield (
+        m.num_experts_per_tok == 1,
+        "`model.num_experts_per_tok` must be at least 2: the weight of one expert is always 1, the router never learns",
+    )
     yield (
         m.num_experts_per_tok > m.num_experts,
         f"`model.num_experts_per_tok` {m.num_experts_per_tok} is above `model.num_experts` {m.num_experts}",
@@ -205,6 +231,8 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
     yield s.temperature <= 0, f"`sampling.temperature` must be positive, not {s.temperature}"
     yield not 0 < s.top_p <= 1, f"`sampling.top_p` must lie in (0, 1], not {s.top_p}"
     yield s.max_response_tokens < 1, f"`sampling.max_response_tokens` must be at least 1, not {s.max_response_tokens}"
+    yield e.name != "embedded", f"`engine` must be embedded, not {e.name}"
+    yield t.name != "megatron", f"`trainer` must be megatron, not {t.name}"
     yield e.max_running < 1, f"`engine.max_running` must be at least 1, not {e.max_running}"
     yield e.max_prefill_tokens < 1, f"`engine.max_prefill_tokens` must be at least 1, not {e.max_prefill_tokens}"
     yield t.device not in ("auto", "cpu", "cuda"), f"`trainer.device` must be auto, cpu or cuda, not {t.device}"
@@ -213,6 +241,10 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
         f"`trainer.max_tokens_per_micro_batch` must be at least 1, not {t.max_tokens_per_micro_batch}",
     )
     yield t.learning_rate < 0, f"`trainer.learning_rate` must not be negative, not {t.learning_rate}"
+    for name in ("adam_beta1", "adam_beta2"):
+        yield not 0 <= getattr(t, name) < 1, f"`trainer.{name}` must lie in [0, 1), not {getattr(t, name)}"
+    yield t.weight_decay < 0, f"`trainer.weight_decay` must not be negative, not {t.weight_decay}"
+    yield w.learning_rate <= 0, f"`task.warm_start.learning_rate` must be positive, not {w.learning_rate}"
     yield t.max_grad_norm <= 0, f"`trainer.max_grad_norm` must be positive, not {t.max_grad_norm}"
     yield config.task.problems < 0, f"`task.problems` must not be negative, not {config.task.problems}"
     yield not config.task.datasets, "`task.datasets` is empty; name at least one reasoning-gym dataset"

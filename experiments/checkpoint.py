@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from experiments.buffer import Sample
+from experiments.check import CHECKPOINT_FILE
 from experiments.rollout import OpenGroup, OpenRollout
 from strategies.types import EngineCall, Rollout
 
 FORMAT = 1
-FILE = Path("checkpoint") / "state.pt"
+FILE = CHECKPOINT_FILE
 
 
 class CheckpointError(ValueError):

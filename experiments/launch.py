@@ -19,31 +19,33 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import ConfigError, build_strategies
+from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.learner import PPOLearner, ShadowPlan
 from experiments.loop import Loop, LoopSettings, Progress, first_error
+from experiments.qwen3_moe import qwen3_moe_config
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
 from experiments.schema import ClockKind, Config
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
 from experiments.timing import Stopwatch, Totals
 from experiments.tracking import Tracker
+from experiments.trainers.convert import check_supported
 from experiments.trainers.megatron import MegatronTrainer
 from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
 from strategies import Exact
 
-COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 
 TRACEBACK = "traceback.txt"
 
-CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads")
+CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads", "task.warm_start.cache_dir")
 """Keys that a resumed run may set anew; any other difference would make it another experiment."""
 
 
-def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Path, started: float) -> int:
+def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Path, started: float, command: str) -> int:
     """Runs one experiment in `run_dir` and returns the exit code.
 
     Raises:
@@ -53,19 +55,27 @@ def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Pat
         config: the typed configuration; node: the same as Hydra composed it.
         strategy_name: name of the strategy's YAML.
         run_dir: where everything is written.
-        started: `time.perf_counter()` at the start of the process.
+        started: `time.perf_counter()` when the job began.
+        command: what runs this job again.
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     with _as_config_errors():
         saved = _saved(config, node, run_dir)
+        task = load_task(config.task, config.seed, config.model.checkpoint)
+        check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))
         tracker = Tracker(
             run_dir,
             node,
             strategy=strategy_name,
             device=str(resolve_device(config.trainer.device)),
+            command=command,
             resume_after=saved["progress"]["step"] if saved else None,
         )
-    return _supervise(tracker, lambda: _train(config, node, strategy_name, run_dir, tracker, saved, started))
+    interrupt = Interrupt()
+    with _interruptible(interrupt):
+        return _supervise(
+            tracker, lambda: _train(config, node, strategy_name, run_dir, task, tracker, saved, started, interrupt)
+        )
 
 
 def _train(
@@ -73,13 +83,13 @@ def _train(
     node: DictConfig,
     strategy_name: str,
     run_dir: Path,
+    task: Task,
     tracker: Tracker,
     saved: dict[str, Any] | None,
     started: float,
+    interrupt: Interrupt,
 ) -> None:
     """Prepares the model, builds the parts and runs the loop to its end."""
-    with _as_config_errors():
-        task = load_task(config.task, config.seed, config.model.checkpoint)
     model = prepare_model(config.model, task, progress=config.tracking.progress)
     with MegatronTrainer(
         model.config, model.weights, settings=config.trainer, temperature=config.sampling.temperature
@@ -87,8 +97,19 @@ def _train(
         if saved:
             trainer.load_state_dict(saved["trainer"])
         run = _build(config, node, strategy_name, run_dir, task, model, trainer, tracker, saved, started)
-        with _interruptible(run.interrupt):
-            run.clock.run_loop(run.loop.run())
+        interrupt.ask = run.interrupt
+        run.clock.run_loop(run.loop.run())
+
+
+class Interrupt:
+    """How to stop the run: at once before the loop exists, between two updates after that."""
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], None] = self._at_once
+
+    @staticmethod
+    def _at_once() -> None:
+        raise Interrupted
 
 
 @dataclass(frozen=True)
@@ -110,11 +131,12 @@ def _saved(config: Config, node: DictConfig, run_dir: Path) -> dict[str, Any] | 
         return None
     state = checkpoint.load(run_dir)
     ours = _comparable(node)
-    for key, value in state["config"].items():
-        if ours.get(key) != value:
+    theirs = state["config"]
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
             raise checkpoint.CheckpointError(
-                f"{run_dir} was run with {key}={value}, now {key}={ours.get(key)}; a resumed run may change only "
-                f"{', '.join(CHANGEABLE)}"
+                f"{run_dir} was run with {key}={theirs.get(key)}, now {key}={ours.get(key)}; a resumed run may change "
+                f"only {', '.join(CHANGEABLE)}"
             )
     return state
 
@@ -127,7 +149,7 @@ def _comparable(node: DictConfig) -> dict[str, str]:
         if isinstance(value, dict) and value:
             for key, item in value.items():
                 visit(item, f"{path}.{key}" if path else str(key))
-        elif path.split(".")[0] not in CHANGEABLE:
+        elif not any(path == key or path.startswith(f"{key}.") for key in CHANGEABLE):
             flat[path] = str(value)
 
     visit(OmegaConf.to_container(node, resolve=True, enum_to_str=True), "")
@@ -163,6 +185,7 @@ def _build(
             {
                 "config": _comparable(node),
                 "progress": vars(progress),
+                "engine_weights": loop.unsynced_engine_weights(),
                 "trainer": trainer.state_dict(),
                 "queue": checkpoint.pack_samples(queue.groups),
                 "open_groups": checkpoint.pack_groups(rollouter.open_groups),
@@ -192,6 +215,7 @@ def _build(
         stopwatch=Stopwatch(lambda: _totals(engine, trainer, loop), started),
         save_checkpoint=save,
         progress=progress,
+        engine_weights=saved["engine_weights"] if saved else None,
     )
     return Run(loop, clock, queue.interrupt)
 
@@ -273,7 +297,7 @@ def _clock(config: Config, start_s: float) -> Clock:
 
 def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
     """Runs `train`, records how it ended, prints the closing table and returns the exit code."""
-    status, error, bad_config = "failed", None, False
+    status, error = "failed", None
     try:
         train()
         status = "completed"
@@ -281,7 +305,7 @@ def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
         status = "interrupted"
     except BaseException as raised:
         leaf = first_error(raised)
-        error, bad_config = f"{type(leaf).__name__}: {leaf}", isinstance(leaf, ConfigError)
+        error = f"{type(leaf).__name__}: {leaf}"
         (tracker.folder / TRACEBACK).write_text("".join(traceback.format_exception(raised)), encoding="utf-8")
         if not isinstance(leaf, Exception):  # a second Ctrl-C
             raise
@@ -289,8 +313,11 @@ def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
         summary = tracker.finish(status, error)
     if error:
         print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
-        return BAD_CONFIG if bad_config else FAILED
-    print(closing_table(summary))
+        return FAILED
+    if status == "interrupted" and not (tracker.folder / CHECKPOINT_FILE).is_file():
+        print("run.py: stopped before the first update; there is nothing to resume", file=sys.stderr)
+    else:
+        print(closing_table(summary))
     return INTERRUPTED if status == "interrupted" else COMPLETED
 
 
@@ -306,13 +333,13 @@ def _as_config_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(interrupt: Callable[[], None]) -> Iterator[None]:
+def _interruptible(interrupt: Interrupt) -> Iterator[None]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint between two updates, the second one stops at once."""
 
     def ask(signum: int, frame: Any) -> None:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-        print("\nrun.py: stopping after this update, with a checkpoint; once more to stop at once", file=sys.stderr)
-        interrupt()
+        print("\nrun.py: stopping after this update; once more to stop at once", file=sys.stderr)
+        interrupt.ask()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from experiments import ppo
@@ -21,9 +21,6 @@ from experiments.scoring import BatchScorer, ScoredViews, freeze_live_rows, merg
 from experiments.trainers.base import Trainer, TrainSequence
 from strategies.base import MergeStrategy
 from strategies.types import ReplayView, Rollout
-
-if TYPE_CHECKING:
-    import torch
 
 EXACT = "exact"
 """Name of the reference views in merge metrics."""
@@ -191,7 +188,20 @@ class PPOLearner:
         remaining = iter(result.log_probs)
         log_probs = [[next(remaining) for _ in views[index]] for index in chunk]
         old_by_view = [[old[index][: view.length] for view in views[index]] for index in chunk]
-        return MiniStep(chunk=chunk, log_probs=log_probs, old_log_probs=old_by_view, result=result)
+        kl = self._mean_kl(sequences, result.log_probs)
+        return MiniStep(chunk=chunk, log_probs=log_probs, old_log_probs=old_by_view, result=result, kl=kl)
+
+    def _mean_kl(self, sequences: Sequence[TrainSequence], log_probs: Sequence[NDArray[np.float32]]) -> float | None:
+        """Returns the mean KL penalty over the counted tokens, nats; None without a KL term."""
+        if self._algorithm.kl_coef == 0:
+            return None
+        differences = [
+            (current - sequence.ref_log_probs)[sequence.loss_mask]
+            for sequence, current in zip(sequences, log_probs, strict=True)
+            if sequence.ref_log_probs is not None
+        ]
+        estimator = ppo.KL_ESTIMATORS[self._algorithm.kl_estimator]
+        return float(estimator(torch.from_numpy(np.concatenate(differences))).mean())
 
     def _importance_weights(self, rollout: Rollout, old: NDArray[np.float32]) -> NDArray[np.float32]:
         """Returns float32 `[T]`: 1 in bypass mode, where the PPO ratio itself is against the engine's policy."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from experiments.buffer import Interrupted, Sample, SampleQueue
 from experiments.clock import Clock
@@ -19,6 +19,11 @@ from experiments.metrics import route_keys as keys
 from experiments.rollout import Rollouter
 from experiments.timing import Stopwatch
 from experiments.trainers.base import Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = Mapping[str, torch.Tensor]
 
 
 class Learner(Protocol):
@@ -39,11 +44,14 @@ class Tracker(Protocol):
 
 @dataclass
 class Progress:
-    """Where the run stands: `step` updates taken, `version` syncs made, `clock_s` seconds on the loop's clock."""
+    """Where the run stands: `step` updates taken, `version` syncs made, `clock_s` seconds on the loop's clock,
+    `stale_samples` rollouts trained on whose newest token was older than the trainer's version.
+    """
 
     step: int = 0
     version: int = 0
     clock_s: float = 0.0
+    stale_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,9 @@ class Loop:
         stopwatch: Stopwatch,
         save_checkpoint: Callable[[], None],
         progress: Progress,
+        engine_weights: Weights | None,
     ):
+        """`engine_weights`: what a resumed engine held, when that is not what the trainer holds now."""
         self._settings = settings
         self._clock = clock
         self._engine = engine
@@ -90,7 +100,12 @@ class Loop:
         self._stopwatch = stopwatch
         self._save_checkpoint = save_checkpoint
         self.progress = progress
+        self._published = engine_weights
         self.sync_seconds = 0.0
+
+    def unsynced_engine_weights(self) -> Weights | None:
+        """Returns the engine's weights; None when they are the trainer's, as right after a sync."""
+        return self._published if self.progress.step % self._settings.sync_interval else None
 
     async def run(self) -> None:
         """Trains until `settings.steps` updates are taken.
@@ -99,7 +114,9 @@ class Loop:
             Interrupted: the user asked to stop; a checkpoint has been saved.
             ExceptionGroup: whatever went wrong in the loop, the engine or a rollout.
         """
-        await self._engine.start(self._trainer.weights(), self.progress.version)
+        if self._published is None:
+            self._published = self._trainer.weights()
+        await self._engine.start(self._published, self.progress.version)
         try:
             rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
             updates = asyncio.create_task(self._train(), name="trainer")
@@ -121,6 +138,7 @@ class Loop:
             except Interrupted:
                 await self._stop_here()
                 raise
+            progress.stale_samples += sum(sample.rollout.versions().max() < progress.version for sample in samples)
             metrics = await self._clock.run(
                 lambda batch=samples: self._learner.step(progress.step, batch, progress.version), settings.update_s
             )
@@ -131,6 +149,7 @@ class Loop:
                 str(keys.QUEUE_SIZE): self._queue.samples,
                 str(keys.IN_FLIGHT): self._rollouter.open_rollouts,
                 str(keys.TRAINER_VERSION): progress.version,
+                str(keys.STALE_PROCESSED): progress.stale_samples,
             }
             self._tracker.log(progress.step, metrics, self._stopwatch.lap())
             if progress.step % settings.sync_interval == 0:
@@ -139,15 +158,16 @@ class Loop:
             await self._stop_here()
 
     async def _sync(self, *, last: bool) -> None:
-        """Publishes the trainer's weights: pause, load, next version, resume. The last sync of a run saves a checkpoint
-        and leaves the engine paused.
+        """Publishes the trainer's weights: pause, load, next version, resume.
+
+        Some syncs save a checkpoint; the last one of a run does, and leaves the engine paused.
         """
         every = self._settings.checkpoint_every
         await self._engine.pause(self._settings.pause_mode)
         started = time.perf_counter()
-        weights = self._trainer.weights()
+        self._published = self._trainer.weights()
         self.progress.version += 1
-        await self._engine.load_weights(weights, self.progress.version)
+        await self._engine.load_weights(self._published, self.progress.version)
         self.sync_seconds += time.perf_counter() - started
         self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
         await self._settle()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from experiments.buffer import Sample
 from experiments.metrics.merge_error import merge_metrics
-from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, PG_LOSS
+from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, KL_LOSS, PG_LOSS
 from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics, shadow_metrics
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
@@ -33,6 +33,7 @@ FULL_REWARD = 1.0
 class MiniStep:
     """One optimiser step on the rollouts `chunk` (indices into the batch).
 
+    `kl`: mean KL penalty over the counted tokens before its coefficient, nats; None without a KL term.
     `log_probs` and `old_log_probs`: per rollout of the chunk, per view, float32 `[t]`; the former under the weights
     before the step.
     """
@@ -41,6 +42,7 @@ class MiniStep:
     log_probs: list[list[NDArray[np.float32]]]
     old_log_probs: list[list[NDArray[np.float32]]]
     result: UpdateResult
+    kl: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
     )
     out |= gap_metrics(table, algorithm.importance_weight_cap) | best_shift(table)
     out |= ppo_metrics([_mini_step_table(record, rollouts, step) for step in record.mini_steps], algorithm)
-    out |= staleness_metrics(rollouts, record.trainer_version, LoopCounts(_retractions(record), 0, 0))
+    out |= staleness_metrics(rollouts, record.trainer_version, LoopCounts(_retractions(record)))
     out |= churn_metrics(churn(rollouts))
     out |= replay_metrics(
         reduce(add, (result.replay for result in results)),
@@ -98,11 +100,23 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
         rollouts[0].num_experts,
         dropped={},
     )
-    out |= {GRAD_NORM: _mean([r.grad_norm for r in results]), PG_LOSS: _mean([r.loss for r in results])}
-    entropy = [r.entropy for r in results if r.entropy is not None]
+    out |= _loss_terms(record.mini_steps, algorithm)
+    return {str(key): value for key, value in (out | _shadow(record, rollouts, algorithm)).items()}
+
+
+def _loss_terms(mini_steps: Sequence[MiniStep], algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Returns gradient norm and terms of the loss, means over mini-steps; `actor/pg_loss` is the policy term alone."""
+    kl = [step.kl for step in mini_steps if step.kl is not None]
+    entropy = [step.result.entropy for step in mini_steps if step.result.entropy is not None]
+    loss = _mean([step.result.loss for step in mini_steps])
+    out: dict[str, float] = {GRAD_NORM: _mean([step.result.grad_norm for step in mini_steps])}
+    if kl:
+        out[KL_LOSS] = _mean(kl)
+        loss -= algorithm.kl_coef * _mean(kl)
     if entropy:
         out[ENTROPY] = _mean(entropy)
-    return {str(key): value for key, value in (out | _shadow(record, rollouts, algorithm)).items()}
+        loss += algorithm.entropy_coef * _mean(entropy)
+    return out | {PG_LOSS: loss}
 
 
 def _shadow(record: UpdateRecord, rollouts: list[Rollout], algorithm: AlgorithmConfig) -> dict[str, float]:

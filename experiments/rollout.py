@@ -194,6 +194,11 @@ class Rollouter:
                 response_cap=self._limits.response,
                 context_limit=self._limits.context,
             )
+            if budget < 1 and not rollout.calls:
+                raise RuntimeError(
+                    f"rollout {rollout.rollout_id}: its prompt of {len(tokens)} tokens leaves no room for a response "
+                    f"in a context of {self._limits.context}; raise model.max_position_embeddings or shorten the task"
+                )
             if budget < 1:  # spent exactly when the abort came: the rollout ends by length without another call
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"

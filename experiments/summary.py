@@ -15,7 +15,7 @@ from typing import Any
 
 Summary = Mapping[str, Any]
 
-_PHASES = ("generate", "score", "train", "sync", "other")
+_PHASES = ("startup", "generate", "score", "train", "sync", "other")
 _COLUMNS = ("mean", "p95", "max", "last")
 _TITLES = ("strategy", "seed", "kl mean", "kl p95", "kl max", "clip", "ESS", "|gap|", "|merge|", "reward first", "last")
 _LABEL_WIDTH, _VALUE_WIDTH = 30, 11
@@ -116,21 +116,23 @@ def _comparison_row(summary: Summary) -> tuple[str, ...]:
 
 
 def _time_lines(summary: Summary) -> list[str]:
-    """Returns where the time went: shares of the seconds that the phases add up to."""
+    """Returns where the time went, as shares of the wall time from the start of the process to the last update.
+
+    On the wall clock generation and training overlap: shares may then add up to more than 100 %.
+    """
     seconds = {name: _total(summary, f"time/{name}_s") for name in (*_PHASES, "models")}
-    whole = sum(value for name in _PHASES if (value := seconds[name]) is not None)
+    whole = (_total(summary, "time/wall_s") or 0.0) + (_total(summary, "time/startup_s") or 0.0)
 
     def share(name: str) -> str:
         value = seconds[name]
         return "-" if value is None or whole == 0 else f"{value / whole:.0%}"
 
     split = ", ".join(f"{name} {share(name)}" for name in _PHASES)
-    startup = _number(_total(summary, "time/startup_s"))
     tokens = _number(_statistic(summary, "time/tokens_per_s", "mean"))
     peak = f"{summary['host']['peak_memory_gib']:.2f}"
     return [
         f"time     {split}",
-        f"models   {share('models')} of it in the two models' forwards and backwards; start-up took {startup} s more",
+        f"models   {share('models')} of the {whole:.0f} s in the two models' forwards and backwards",
         f"speed    {tokens} generated tokens/s; peak memory {peak} GiB; {summary['host']['device']}",
     ]
 

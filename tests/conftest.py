@@ -69,7 +69,12 @@ def smoke_run(tmp_path: Path, warm_start_cache: Path) -> Callable[..., FinishedR
         check.check(config, check.build_strategies(config)[0])
         names = [o.split("=")[1] for o in overrides if o.startswith("strategy=")]
         code = launch(
-            config, node, strategy_name=names[0] if names else "replace", run_dir=tmp_path / folder, started=0.0
+            config,
+            node,
+            strategy_name=names[0] if names else "replace",
+            run_dir=tmp_path / folder,
+            started=0.0,
+            command="python run.py",
         )
         return FinishedRun(code, tmp_path / folder)
 

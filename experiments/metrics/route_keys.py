@@ -299,7 +299,13 @@ ENGINE_VERSION = Metric(
 )
 VIRTUAL_TIME = Metric("loop/virtual_time_s", "virtual clock after the update", "s", ">= 0", "value")
 QUEUE_SIZE = Metric("loop/queue_size", "finished rollouts that wait for the trainer", "rollouts", ">= 0", "value")
-IN_FLIGHT = Metric("loop/in_flight", "rollouts that the engine works on", "rollouts", ">= 0", "value")
+IN_FLIGHT = Metric(
+    "loop/in_flight",
+    "rollouts that are not in the queue yet: unfinished ones and finished ones of unfinished groups",
+    "rollouts",
+    ">= 0",
+    "value",
+)
 WORK_TIME = Metric(
     "time/{work}", "wall seconds of one kind of work; the only keys that do not repeat", "s", ">= 0", "value"
 )

@@ -21,15 +21,11 @@ class LoopCounts:
 
     Attributes:
         retractions: requests put back into the engine's queue, over the batch's calls.
-        dropped_stale: rollouts dropped for their age since the start.
-        stale_processed: rollouts trained on since the start whose newest token was older than the trainer's version.
         cached_tokens_unknown: prefix tokens from a cache that may predate the weights; None where the engine has no
             such cache.
     """
 
     retractions: int
-    dropped_stale: int
-    stale_processed: int
     cached_tokens_unknown: int | None = None
 
 
@@ -71,8 +67,6 @@ def staleness_metrics(rollouts: Sequence[Rollout], trainer_version: int, counts:
         m.PARTIAL_RATIO: partial / len(rollouts),
         m.PARTIAL_TOTAL: partial,
         m.PARTIAL_SPAN: int(span.max()),
-        m.DROPPED_STALE: counts.dropped_stale,
-        m.STALE_PROCESSED: counts.stale_processed,
         m.STALE_RETRACTIONS: counts.retractions,
     }
     if version.size:

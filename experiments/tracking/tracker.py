@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,7 +28,9 @@ class Tracker:
     W&B gets both in one row.
     """
 
-    def __init__(self, folder: Path, config: DictConfig, *, strategy: str, device: str, resume_after: int | None):
+    def __init__(
+        self, folder: Path, config: DictConfig, *, strategy: str, device: str, resume_after: int | None, command: str
+    ):
         """Opens the run directory and writes `summary.json` with status `running`.
 
         Args:
@@ -38,6 +38,7 @@ class Tracker:
             config: the composed configuration (experiments/schema.py).
             strategy: name of the strategy, as on the command line.
             device: where the trainer computes, e.g. `cpu` or `cuda:0`.
+            command: what runs this job again; shown in tables.
             resume_after: last update in the checkpoint that the run continues from; later rows are cut. None: new run.
 
         Raises:
@@ -61,6 +62,7 @@ class Tracker:
                 f"but the last one up to there is {self._last_step}; restore the file or start a new run"
             )
         self._device = device
+        self._command = command
         self._head = self._identity(strategy, earlier)
         self._board = self._open_board(strategy)
         self._progress = Progress(
@@ -141,7 +143,7 @@ class Tracker:
             "git_sha": sha,
             "git_dirty": dirty,
             "versions": run_folder.package_versions(),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": self._command,
             "wandb_run_id": earlier.get("wandb_run_id") or (None if disabled else uuid.uuid4().hex[:12]),
             "seconds_before_resume": earlier.get("seconds", 0.0),
         }

@@ -82,7 +82,9 @@ class PinnedRoutes(RouterReplay):
             raise RuntimeError(
                 f"layer {self.layer}: {targets.shape[0]} cells are installed, the forward has {scores.shape[0]}"
             )
-        if self.record_margins:
+        if self.record_margins and scores.shape[1] == targets.shape[1]:  # every expert is chosen: nothing is close
+            self.margins = torch.full_like(scores[:, 0], torch.inf)
+        elif self.record_margins:
             best = scores.topk(targets.shape[1] + 1, dim=1).values  # [N, K + 1]
             self.margins = best[:, -2] - best[:, -1]
         if self.live is None:

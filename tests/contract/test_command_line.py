@@ -114,6 +114,37 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_failing_job_does_not_end_the_sweep(tmp_path):
+    result = command(
+        "-m",
+        "experiment=smoke",
+        "strategy._target_=tests.integration.failing_strategy.AlwaysFails,strategies.Replace",
+        "steps=1",
+        "tracking=disabled",
+        f"hydra.sweep.dir={tmp_path}",
+        "hydra.sweep.subdir=${hydra:job.num}",
+    )
+    assert result.returncode == 1
+    assert "1 jobs failed" in result.stderr
+    status = [json.loads((tmp_path / n / "summary.json").read_text())["status"] for n in ("0", "1")]
+    assert status == ["failed", "completed"]
+
+
+@pytest.mark.slow
+def test_the_default_run_is_interrupted_often_and_gives_the_command_that_made_it(tmp_path):
+    """At least a third of the rollouts span two or more weight versions, some span three (README)."""
+    result = command("strategy=slice_concat", "steps=12", "tracking=disabled", f"hydra.run.dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ratios = [row["fully_async/partial/partial_ratio"] for row in rows]
+    assert sum(ratios) / len(ratios) >= 1 / 3
+    assert max(row["fully_async/partial/max_partial_span"] for row in rows) >= 2
+    assert sum(row["fully_async/count/stale_samples_processed"] for row in rows) > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["command"].startswith("python run.py strategy=slice_concat steps=12")
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_and_the_run_can_go_on(tmp_path):
     arguments = ["experiment=smoke", "tracking=offline", f"hydra.run.dir={tmp_path / 'run'}"]
     process = subprocess.Popen(

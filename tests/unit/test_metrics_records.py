@@ -14,7 +14,7 @@ from experiments.trainers.base import ReplayCounts
 from strategies.types import LIVE, UNKNOWN_VERSION, EngineCall, ReplayView, Rollout
 from tests.unit.metrics_cases import EXPERTS, random_batch, random_rows, rollout_of
 
-NONE = LoopCounts(retractions=0, dropped_stale=0, stale_processed=0)
+NONE = LoopCounts(retractions=0)
 
 
 def test_age_is_token_weighted_and_not_that_of_the_last_segment():

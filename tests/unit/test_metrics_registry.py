@@ -60,7 +60,7 @@ def everything() -> dict[str, float]:
         | audit_metrics(agreement)
         | churn_metrics(churn(batch.rollouts))
         | margin_metrics([np.ones((3, 2))])
-        | staleness_metrics(batch.rollouts, 8, LoopCounts(0, 0, 0, 0))
+        | staleness_metrics(batch.rollouts, 8, LoopCounts(0, 0))
         | replay_metrics(ReplayCounts(1, 1, 0), [v for own in views for v in own], 1, EXPERTS, {"too_long": 1}, 4)
         | reward_metrics(batch.advantages, np.arange(size) // 4, np.full(size, 3), 1.0, 8)
     )

@@ -27,7 +27,14 @@ def config(**tracking: object) -> DictConfig:
 
 
 def open_tracker(folder: Path, *, resume_after: int | None = None, **tracking: object) -> Tracker:
-    return Tracker(folder, config(**tracking), strategy="replace", device="cpu", resume_after=resume_after)
+    return Tracker(
+        folder,
+        config(**tracking),
+        strategy="replace",
+        device="cpu",
+        resume_after=resume_after,
+        command="python run.py strategy=x",
+    )
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -196,7 +203,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from experiments.tracking import Tracker
 tracker = Tracker(Path({str(tmp_path / "run")!r}), OmegaConf.load({str(CONFIG)!r}), strategy="live", device="cpu",
-                  resume_after=None)
+                  resume_after=None, command="python run.py strategy=x")
 tracker.log(1, {{}}, {{}})
 tracker.finish("completed")
 assert not {{"wandb", "torch"}} & set(sys.modules)

@@ -23,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     config = OmegaConf.merge(OmegaConf.load(CONFIG), {"tracking": {"mode": "offline"}})
     assert isinstance(config, DictConfig)
-    tracker = Tracker(folder, config, strategy="replace", device="cpu", resume_after=None)
+    tracker = Tracker(
+        folder, config, strategy="replace", device="cpu", resume_after=None, command="python run.py strategy=x"
+    )
     for step in range(1, STEPS + 1):
         tracker.log(step, {f"group/key_{k}": step + k / 7 for k in range(KEYS)}, {"time/train_s": step / 3})
     tracker.finish("completed")
