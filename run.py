@@ -98,16 +98,18 @@ def main(node: DictConfig) -> None:
     config = check.load(node)
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
-    from experiments.launch import FAILED, launch  # torch, megatron-core and transformers, only now
+    from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
 
     try:
         status = launch(
-            config,
-            node,
-            strategy_name=hydra_config.runtime.choices["strategy"],
-            run_dir=run_dir,
-            started=starts.pop() if starts else time.perf_counter(),
-            command=own_command(hydra_config.overrides.task),
+            Job(
+                config,
+                node,
+                strategy_name=hydra_config.runtime.choices["strategy"],
+                run_dir=run_dir,
+                started=starts.pop() if starts else time.perf_counter(),
+                command=own_command(hydra_config.overrides.task),
+            )
         )
     except check.ConfigError as error:
         refuse(error)

@@ -45,58 +45,61 @@ CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads", "task.warm
 """Keys that a resumed run may set anew; any other difference would make it another experiment."""
 
 
-def launch(config: Config, node: DictConfig, *, strategy_name: str, run_dir: Path, started: float, command: str) -> int:
-    """Runs one experiment in `run_dir` and returns the exit code.
+@dataclass(frozen=True)
+class Job:
+    """One run to make.
 
-    Raises:
-        ConfigError: the run directory, the checkpoint to resume or the device do not fit the configuration.
-
-    Args:
-        config: the typed configuration; node: the same as Hydra composed it.
+    Attributes:
+        config: the typed configuration; `node`: the same as Hydra composed it.
         strategy_name: name of the strategy's YAML.
         run_dir: where everything is written.
         started: `time.perf_counter()` when the job began.
         command: what runs this job again.
     """
+
+    config: Config
+    node: DictConfig
+    strategy_name: str
+    run_dir: Path
+    started: float
+    command: str
+
+
+def launch(job: Job) -> int:
+    """Runs one experiment and returns the exit code.
+
+    Raises:
+        ConfigError: the task, the model, the checkpoint to resume or the run directory do not fit the configuration.
+    """
+    config = job.config
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     with _as_config_errors():
-        saved = _saved(config, node, run_dir)
+        saved = _saved(job)
         task = load_task(config.task, config.seed, config.model.checkpoint)
         check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))
         tracker = Tracker(
-            run_dir,
-            node,
-            strategy=strategy_name,
+            job.run_dir,
+            job.node,
+            strategy=job.strategy_name,
             device=str(resolve_device(config.trainer.device)),
-            command=command,
+            command=job.command,
             resume_after=saved["progress"]["step"] if saved else None,
         )
     interrupt = Interrupt()
     with _interruptible(interrupt):
-        return _supervise(
-            tracker, lambda: _train(config, node, strategy_name, run_dir, task, tracker, saved, started, interrupt)
-        )
+        return _supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt))
 
 
-def _train(
-    config: Config,
-    node: DictConfig,
-    strategy_name: str,
-    run_dir: Path,
-    task: Task,
-    tracker: Tracker,
-    saved: dict[str, Any] | None,
-    started: float,
-    interrupt: Interrupt,
-) -> None:
+def _train(job: Job, task: Task, tracker: Tracker, saved: dict[str, Any] | None, interrupt: Interrupt) -> None:
     """Prepares the model, builds the parts and runs the loop to its end."""
+    config = job.config
     model = prepare_model(config.model, task, progress=config.tracking.progress)
     with MegatronTrainer(
         model.config, model.weights, settings=config.trainer, temperature=config.sampling.temperature
     ) as trainer:
         if saved:
             trainer.load_state_dict(saved["trainer"])
-        run = _build(config, node, strategy_name, run_dir, task, model, trainer, tracker, saved, started)
+        run = _build(job, task, model, trainer, tracker, saved)
         interrupt.ask = run.interrupt
         run.clock.run_loop(run.loop.run())
 
@@ -121,22 +124,22 @@ class Run:
     interrupt: Callable[[], None]
 
 
-def _saved(config: Config, node: DictConfig, run_dir: Path) -> dict[str, Any] | None:
+def _saved(job: Job) -> dict[str, Any] | None:
     """Returns the checkpoint to continue from, or None for a new run.
 
     Raises:
         CheckpointError: no readable checkpoint, or it belongs to another configuration.
     """
-    if config.resume is None:
+    if job.config.resume is None:
         return None
-    state = checkpoint.load(run_dir)
-    ours = _comparable(node)
+    state = checkpoint.load(job.run_dir)
+    ours = _comparable(job.node)
     theirs = state["config"]
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             raise checkpoint.CheckpointError(
-                f"{run_dir} was run with {key}={theirs.get(key)}, now {key}={ours.get(key)}; a resumed run may change "
-                f"only {', '.join(CHANGEABLE)}"
+                f"{job.run_dir} was run with {key}={theirs.get(key)}, now {key}={ours.get(key)}; a resumed run may "
+                f"change only {', '.join(CHANGEABLE)}"
             )
     return state
 
@@ -157,18 +160,10 @@ def _comparable(node: DictConfig) -> dict[str, str]:
 
 
 def _build(
-    config: Config,
-    node: DictConfig,
-    strategy_name: str,
-    run_dir: Path,
-    task: Task,
-    model: PreparedModel,
-    trainer: MegatronTrainer,
-    tracker: Tracker,
-    saved: dict[str, Any] | None,
-    started: float,
+    job: Job, task: Task, model: PreparedModel, trainer: MegatronTrainer, tracker: Tracker, saved: dict[str, Any] | None
 ) -> Run:
     """Returns a loop that starts at the beginning, or where the checkpoint `saved` was taken."""
+    config = job.config
     algorithm, schedule = config.algorithm, config.schedule
     progress = Progress(**saved["progress"]) if saved else Progress()
     clock = _clock(config, progress.clock_s)
@@ -181,9 +176,9 @@ def _build(
 
     def save() -> None:
         checkpoint.save(
-            run_dir,
+            job.run_dir,
             {
-                "config": _comparable(node),
+                "config": _comparable(job.node),
                 "progress": vars(progress),
                 "engine_weights": loop.unsynced_engine_weights(),
                 "trainer": trainer.state_dict(),
@@ -207,12 +202,12 @@ def _build(
         clock=clock,
         engine=engine,
         trainer=trainer,
-        learner=_learner(config, strategy_name, trainer, model),
+        learner=_learner(job, trainer, model),
         rollouter=rollouter,
         queue=queue,
         reopen_window=admission.synced,
         tracker=tracker,
-        stopwatch=Stopwatch(lambda: _totals(engine, trainer, loop), started),
+        stopwatch=Stopwatch(lambda: _totals(engine, trainer, loop), job.started),
         save_checkpoint=save,
         progress=progress,
         engine_weights=saved["engine_weights"] if saved else None,
@@ -265,11 +260,12 @@ def _rollouter(
     )
 
 
-def _learner(config: Config, strategy_name: str, trainer: MegatronTrainer, model: PreparedModel) -> PPOLearner:
+def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel) -> PPOLearner:
+    config = job.config
     strategy, shadow_strategies = build_strategies(config)
     return PPOLearner(
         trainer=trainer,
-        strategy_name=strategy_name,
+        strategy_name=job.strategy_name,
         strategy=strategy,
         algorithm=config.algorithm,
         max_response_tokens=config.sampling.max_response_tokens,

@@ -56,7 +56,7 @@ def smoke_run(tmp_path: Path, warm_start_cache: Path) -> Callable[..., FinishedR
     """Returns a function that runs experiment=smoke with overrides in this process."""
 
     def run(*overrides: str, folder: str = "run") -> FinishedRun:
-        from experiments.launch import launch
+        from experiments.launch import Job, launch
 
         node = compose(
             "experiment=smoke",
@@ -68,14 +68,8 @@ def smoke_run(tmp_path: Path, warm_start_cache: Path) -> Callable[..., FinishedR
         config = check.load(node)
         check.check(config, check.build_strategies(config)[0])
         names = [o.split("=")[1] for o in overrides if o.startswith("strategy=")]
-        code = launch(
-            config,
-            node,
-            strategy_name=names[0] if names else "replace",
-            run_dir=tmp_path / folder,
-            started=0.0,
-            command="python run.py",
-        )
+        name = names[0] if names else "replace"
+        code = launch(Job(config, node, name, tmp_path / folder, started=0.0, command="python run.py"))
         return FinishedRun(code, tmp_path / folder)
 
     return run
