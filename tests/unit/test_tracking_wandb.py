@@ -70,7 +70,7 @@ def test_an_offline_run_carries_its_names_and_leaves_nothing_else(
 
 def test_a_resumed_run_continues_its_id_and_a_repeated_one_gets_its_own(tmp_path: Path) -> None:
     def run(folder: str, first: int, last: int, resume_after: int | None) -> str:
-        tracker = open_tracker(tmp_path / folder, resume_after=resume_after, command="python run.py strategy=x")
+        tracker = open_tracker(tmp_path / folder, resume_after=resume_after)
         for step in range(first, last + 1):
             tracker.log(step, {"actor/ppo_kl": step / 10}, {})
         return tracker.finish("interrupted")["wandb_run_id"]
