@@ -35,7 +35,7 @@ from experiments.tasks.task import Problem, Split, Task
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "reasoning-gym")
 
@@ -112,7 +112,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def warm_start_settings(model_cfg: ModelConfig, task: Task) -> dict[str, Any]:
-    """Returns everything that determines the warm-started weights (but the CPU threads, which move the last bits)."""
+    """Returns everything that determines the warm-started weights."""
     model = asdict(model_cfg)
     warm_start = asdict(task.cfg.warm_start)
     for name in ("name", "checkpoint"):
@@ -225,7 +225,7 @@ def train_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool = Fal
 
     Cross-entropy on the answer tokens and the stop token plus the router's load-balancing loss (Switch Transformers,
     arXiv 2101.03961, as in transformers' `load_balancing_loss_func`); AdamW with linear warm-up and cosine decay.
-    The same settings, versions and thread count give the same weights bit for bit.
+    The same settings and versions give the same weights bit for bit on one kind of processor: one CPU thread is used.
     """
     cfg = task.cfg.warm_start
     model = _random_model(model_cfg, task)
@@ -233,6 +233,21 @@ def train_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool = Fal
     batches = _batches(task, cfg.steps, cfg.batch_size)
     bar = tqdm(batches, total=cfg.steps, desc="warm start", unit="step", disable=None if progress else True)
     model.train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # how sums round depends on it: every machine and every `threads` must start from one policy
+    try:
+        _take_steps(model, optimizer, bar, task)
+    finally:
+        torch.set_num_threads(threads)
+    return model.eval()
+
+
+def _take_steps(
+    model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, bar: tqdm[list[_Example]], task: Task
+) -> None:
+    cfg = task.cfg.warm_start
     for step, batch in enumerate(bar):
         for group in optimizer.param_groups:
             group["lr"] = cfg.learning_rate * _schedule(step, cfg.steps)
@@ -240,7 +255,6 @@ def train_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool = Fal
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if not math.isfinite(loss):
             raise RuntimeError(f"warm start: loss {loss} at step {step}; lower task.warm_start.learning_rate")
-    return model.eval()
 
 
 def _random_model(model_cfg: ModelConfig, task: Task) -> Qwen3MoeForCausalLM:
