@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from strategies.types import Rollout
 
 
@@ -73,6 +75,10 @@ class SampleQueue:
     def groups(self) -> list[list[Sample]]:
         """What waits, oldest first."""
         return list(self._groups)
+
+    def versions_in_use(self) -> set[int]:
+        """Returns the weight versions that the tokens of waiting rollouts were sampled under."""
+        return {int(v) for group in self._groups for sample in group for v in np.unique(sample.rollout.versions())}
 
     @property
     def samples(self) -> int:

@@ -21,6 +21,8 @@ from strategies.base import MergeStrategy
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
 """Where a run directory keeps its newest checkpoint."""
 
+STRATEGY_FILES = Path(__file__).resolve().parents[1] / "conf" / "strategy"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; `run.py` prints it as one line and exits with 2."""
@@ -87,14 +89,31 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
     return strategy
 
 
+def strategy_nodes(named: Any, key: str) -> dict[str, Any]:
+    """Returns name -> `_target_` node of a list of conf/strategy names, or of a mapping that holds nodes already.
+
+    Raises:
+        ConfigError: not a list or mapping, or no such file.
+    """
+    if isinstance(named, Mapping):
+        return dict(named)
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"`{key}` must be a list of names or a mapping name: {{_target_: ...}}, not {named}")
+    known = sorted(path.stem for path in STRATEGY_FILES.glob("*.yaml"))
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise ConfigError(f"`{key}`: no conf/strategy/{unknown[0]}.yaml; there are {', '.join(known)}")
+    return {name: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{name}.yaml")) for name in named}
+
+
 def build_strategies(config: Config) -> tuple[MergeStrategy, dict[str, MergeStrategy]]:
     """Returns the run's merge strategy and those of shadow scoring by name.
 
     Raises:
         ConfigError: as `build_strategy`.
     """
-    nodes = config.shadow.strategies.items()
-    shadows = {name: build_strategy(node, f"shadow.strategies.{name}") for name, node in nodes}
+    nodes = strategy_nodes(config.shadow.strategies, "shadow.strategies")
+    shadows = {name: build_strategy(node, f"shadow.strategies.{name}") for name, node in nodes.items()}
     return build_strategy(config.strategy, "strategy"), shadows
 
 
@@ -123,7 +142,7 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     )
     yield (
         "exact" in config.shadow.strategies,
-        "`shadow.strategies.exact`: the exact views are the reference and always scored; remove the key",
+        "`shadow.strategies`: exact is the reference and always scored; remove it",
     )
     for path, value in _numbers(config, ""):
         yield not math.isfinite(value), f"`{path}` must be finite, not {value}"

@@ -19,7 +19,7 @@ from experiments.check import CHECKPOINT_FILE
 from experiments.rollout import OpenGroup, OpenRollout
 from strategies.types import EngineCall, Rollout
 
-FORMAT = 1
+FORMAT = 2
 FILE = CHECKPOINT_FILE
 
 

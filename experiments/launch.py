@@ -22,11 +22,13 @@ from experiments.buffer import Admission, Interrupted, SampleQueue
 from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.embedded import EmbeddedEngine
-from experiments.learner import PPOLearner, ShadowPlan
+from experiments.generating import AuditPlan
+from experiments.learner import PPOLearner
 from experiments.loop import Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
 from experiments.schema import ClockKind, Config
+from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
 from experiments.timing import Stopwatch, Totals
@@ -35,6 +37,7 @@ from experiments.trainers.convert import check_supported
 from experiments.trainers.megatron import MegatronTrainer
 from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
+from experiments.weight_history import WeightHistory
 from strategies import Exact
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -173,6 +176,7 @@ def _build(
     if saved:
         admission.load_state_dict(saved["admission"])
     rollouter = _rollouter(config, engine, task, queue, admission, model, progress, saved)
+    history = WeightHistory(saved["history"] if saved else {})
 
     def save() -> None:
         checkpoint.save(
@@ -186,6 +190,7 @@ def _build(
                 "open_groups": checkpoint.pack_groups(rollouter.open_groups),
                 "next_problem": rollouter.next_problem,
                 "admission": admission.state_dict(),
+                "history": history.state_dict(),
             },
         )
 
@@ -202,7 +207,7 @@ def _build(
         clock=clock,
         engine=engine,
         trainer=trainer,
-        learner=_learner(job, trainer, model),
+        learner=_learner(job, trainer, model, history),
         rollouter=rollouter,
         queue=queue,
         reopen_window=admission.synced,
@@ -211,6 +216,7 @@ def _build(
         save_checkpoint=save,
         progress=progress,
         engine_weights=saved["engine_weights"] if saved else None,
+        history=history if config.shadow.every > 0 else None,
     )
     return Run(loop, clock, queue.interrupt)
 
@@ -260,16 +266,18 @@ def _rollouter(
     )
 
 
-def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel) -> PPOLearner:
+def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: WeightHistory) -> PPOLearner:
     config = job.config
     strategy, shadow_strategies = build_strategies(config)
+    audit = AuditPlan(config.shadow.audit_limit[config.engine.dtype.value], pinned=False)
+    plan = ShadowPlan(config.shadow.every, shadow_strategies, Exact(), audit)
     return PPOLearner(
         trainer=trainer,
         strategy_name=job.strategy_name,
         strategy=strategy,
         algorithm=config.algorithm,
         max_response_tokens=config.sampling.max_response_tokens,
-        shadow=ShadowPlan(config.shadow.every, shadow_strategies, Exact()),
+        shadow=ShadowScorer(trainer, plan, history),
         reference=model.weights if config.algorithm.kl_coef > 0 else None,
     )
 

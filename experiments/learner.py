@@ -18,27 +18,24 @@ from experiments.buffer import Sample
 from experiments.reporting import MiniStep, UpdateRecord, update_metrics
 from experiments.schema import AlgorithmConfig, OldLogProb
 from experiments.scoring import BatchScorer, ScoredViews, freeze_live_rows, merge, replay_sequence
+from experiments.shadow import ShadowScorer
+from experiments.shadow_report import Line, ShadowReport
 from experiments.trainers.base import Trainer, TrainSequence
 from strategies.base import MergeStrategy
 from strategies.types import ReplayView, Rollout
 
-EXACT = "exact"
-"""Name of the reference views in merge metrics."""
 
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What one update gives to the record.
 
-@dataclass(frozen=True)
-class ShadowPlan:
-    """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact
-    views.
+    Attributes:
+        metrics: by the keys of experiments/metrics.
+        lines: one per scored segment when shadow scoring was due (experiments/shadow_report.py).
     """
 
-    every: int
-    strategies: Mapping[str, MergeStrategy]
-    exact: MergeStrategy
-
-    def due(self, step: int) -> bool:
-        """Says whether update `step`, counted from 0, is scored."""
-        return self.every > 0 and step % self.every == 0
+    metrics: dict[str, float]
+    lines: list[Line]
 
 
 class PPOLearner:
@@ -56,7 +53,7 @@ class PPOLearner:
         strategy: MergeStrategy,
         algorithm: AlgorithmConfig,
         max_response_tokens: int,
-        shadow: ShadowPlan,
+        shadow: ShadowScorer,
         reference: Mapping[str, torch.Tensor] | None,
     ):
         self._trainer = trainer
@@ -67,12 +64,12 @@ class PPOLearner:
         self._shadow = shadow
         self._reference = reference
 
-    def step(self, step: int, samples: list[Sample], version: int) -> dict[str, float]:
-        """Takes update `step` on `samples` and returns its metrics; the trainer's last sync was weight version
-        `version`.
+    def step(self, step: int, samples: list[Sample], version: int) -> Update:
+        """Takes update `step` on `samples`; the trainer's last sync was weight version `version`.
 
         Raises:
             MergeError: the strategy lacks rows; names the rollout.
+            AuditError: the engine's rows are not those of its weights; names the request.
             RuntimeError: a non-finite loss, gradient or metric; nothing is replaced.
         """
         rollouts = [replace(sample.rollout, trainer_version=version) for sample in samples]
@@ -82,7 +79,7 @@ class PPOLearner:
         views = freeze_live_rows(self._trainer, rollouts, merge(self._strategy, rollouts))
         scorer = BatchScorer(self._trainer, rollouts)
         own = scorer.score({self._strategy_name: views})[self._strategy_name] if self._needs_own_scores else None
-        shadow = scorer.score(self._shadow_views(rollouts, views)) if self._shadow.due(step) else {}
+        scores = self._shadow.score(scorer, rollouts, {self._strategy_name: views}) if self._shadow.due(step) else None
         old = self._old_log_probs(rollouts, own)
         reference = self._reference_log_probs(rollouts, views)
         mini_steps = [
@@ -90,22 +87,25 @@ class PPOLearner:
             for _ in range(self._algorithm.epochs)
             for chunk in np.array_split(np.arange(len(samples)), self._algorithm.mini_batches)
         ]
-        return update_metrics(
+        decoupled = self._algorithm.old_log_prob is OldLogProb.decoupled
+        metrics = update_metrics(
             UpdateRecord(
                 samples=samples,
                 views=views,
                 advantages=advantages,
                 trainer_version=version,
-                strategy=self._strategy_name,
                 before=own.log_probs if own else mini_steps[0].log_probs,
                 mini_steps=mini_steps,
-                decoupled=self._algorithm.old_log_prob is OldLogProb.decoupled,
-                scored=shadow,
-                exact=EXACT,
+                decoupled=decoupled,
             ),
             self._algorithm,
             self._max_response_tokens,
         )
+        if scores is None:
+            return Update(metrics, [])
+        report = ShadowReport(rollouts, version, scores, advantages, decoupled, self._algorithm)
+        metrics |= report.metrics(self._strategy_name, self._shadow.live_rows(rollouts))
+        return Update(metrics, report.lines())
 
     @property
     def _needs_own_scores(self) -> bool:
@@ -115,22 +115,6 @@ class PPOLearner:
         """
         several_steps = self._algorithm.mini_batches * self._algorithm.epochs > 1
         return several_steps or self._algorithm.old_log_prob is OldLogProb.decoupled
-
-    def _shadow_views(
-        self, rollouts: list[Rollout], views: list[list[ReplayView]]
-    ) -> dict[str, list[list[ReplayView]]]:
-        """Returns per strategy name the views to compare, `[rollout][view]`.
-
-        A rollout whose rows the engine mixed inside a call has no exact view, so that nothing can be said about it: it
-        has no views here under any strategy, and is counted.
-        """
-        whole = [not any(call.mixed_rows for call in rollout.calls) for rollout in rollouts]
-        kept = [rollout for rollout, is_whole in zip(rollouts, whole, strict=True) if is_whole]
-        named = {name: iter(merge(strategy, kept)) for name, strategy in self._shadow.strategies.items()}
-        named |= {EXACT: iter(merge(self._shadow.exact, kept))}
-        compared = {name: [next(rest) if is_whole else [] for is_whole in whole] for name, rest in named.items()}
-        own = [list(v) if is_whole else [] for v, is_whole in zip(views, whole, strict=True)]
-        return {**compared, self._strategy_name: own}
 
     def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:
         """Returns per rollout float32 `[T]`: the old policy's log-probs, NaN where there are none."""

@@ -19,9 +19,13 @@ from experiments.metrics import route_keys as keys
 from experiments.rollout import Rollouter
 from experiments.timing import Stopwatch
 from experiments.trainers.base import Trainer
+from experiments.weight_history import WeightHistory
 
 if TYPE_CHECKING:
     import torch
+
+    from experiments.learner import Update
+    from experiments.shadow_report import Line
 
     Weights = Mapping[str, torch.Tensor]
 
@@ -29,15 +33,15 @@ if TYPE_CHECKING:
 class Learner(Protocol):
     """Turns a batch into one update (experiments/learner.py)."""
 
-    def step(self, step: int, samples: list[Sample], version: int) -> dict[str, float]:
-        """Returns the metrics of update `step`, taken on `samples` by a trainer whose last sync was `version`."""
+    def step(self, step: int, samples: list[Sample], version: int) -> Update:
+        """Takes update `step` on `samples` with a trainer whose last sync was `version`."""
         ...
 
 
 class Tracker(Protocol):
     """Where metrics go (experiments/tracking)."""
 
-    def log(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float], timings: dict[str, float], lines: list[Line]) -> None:
         """Records one update; `timings` are wall-clock values, kept out of the reproducible record."""
         ...
 
@@ -86,8 +90,11 @@ class Loop:
         save_checkpoint: Callable[[], None],
         progress: Progress,
         engine_weights: Weights | None,
+        history: WeightHistory | None,
     ):
-        """`engine_weights`: what a resumed engine held, when that is not what the trainer holds now."""
+        """`engine_weights`: what a resumed engine held, when that is not what the trainer holds now. `history` is kept
+        up to date; None: nobody needs old weights.
+        """
         self._settings = settings
         self._clock = clock
         self._engine = engine
@@ -101,6 +108,7 @@ class Loop:
         self._save_checkpoint = save_checkpoint
         self.progress = progress
         self._published = engine_weights
+        self._history = history
         self.sync_seconds = 0.0
 
     def unsynced_engine_weights(self) -> Weights | None:
@@ -116,6 +124,8 @@ class Loop:
         """
         if self._published is None:
             self._published = self._trainer.weights()
+        if self._history is not None:
+            self._history.publish(self.progress.version, self._published)
         await self._engine.start(self._published, self.progress.version)
         try:
             rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
@@ -139,19 +149,22 @@ class Loop:
                 await self._stop_here()
                 raise
             progress.stale_samples += sum(sample.rollout.versions().max() < progress.version for sample in samples)
-            metrics = await self._clock.run(
+            update = await self._clock.run(
                 lambda batch=samples: self._learner.step(progress.step, batch, progress.version), settings.update_s
             )
             progress.step += 1
             progress.clock_s = self._clock.now()
-            metrics |= {
+            metrics = update.metrics | {
                 str(keys.VIRTUAL_TIME): progress.clock_s,
                 str(keys.QUEUE_SIZE): self._queue.samples,
                 str(keys.IN_FLIGHT): self._rollouter.open_rollouts,
                 str(keys.TRAINER_VERSION): progress.version,
                 str(keys.STALE_PROCESSED): progress.stale_samples,
             }
-            self._tracker.log(progress.step, metrics, self._stopwatch.lap())
+            if self._history is not None:
+                metrics[keys.WEIGHTS_KEPT] = len(self._history.versions)
+                metrics[keys.WEIGHTS_MIB] = self._history.nbytes / 2**20
+            self._tracker.log(progress.step, metrics, self._stopwatch.lap(), update.lines)
             if progress.step % settings.sync_interval == 0:
                 await self._sync(last=progress.step == settings.steps)
         if progress.step % settings.sync_interval:
@@ -171,10 +184,20 @@ class Loop:
         self.sync_seconds += time.perf_counter() - started
         self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
         await self._settle()
+        self._remember()
         if last or (every > 0 and self.progress.version % every == 0):
             self._save_checkpoint()
         if not last:
             await self._engine.resume()
+
+    def _remember(self) -> None:
+        """Keeps the published weights as long as a token that is unfinished or waits for the trainer needs them."""
+        if self._history is None:
+            return
+        version = self.progress.version
+        assert self._published is not None
+        self._history.publish(version, self._published)
+        self._history.keep({version} | self._queue.versions_in_use() | self._rollouter.versions_in_use(version))
 
     async def _stop_here(self) -> None:
         """Saves a checkpoint between two syncs; unfinished calls are returned first."""

@@ -1,8 +1,8 @@
-"""Puts together everything that is logged about one update; the formulas are in experiments/metrics."""
+"""Puts together what is logged about one update, shadow scoring aside; the formulas are in experiments/metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -11,17 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.buffer import Sample
-from experiments.metrics.merge_error import merge_metrics
 from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, KL_LOSS, PG_LOSS
-from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics, shadow_metrics
+from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
-from experiments.metrics.route_keys import MERGE_EXCLUDED
-from experiments.metrics.routes import against_exact, agreement_metrics, churn, churn_metrics
+from experiments.metrics.routes import churn, churn_metrics
 from experiments.metrics.staleness import LoopCounts, staleness_metrics
 from experiments.metrics.tokens import TokenTable
 from experiments.schema import AlgorithmConfig
-from experiments.scoring import ScoredViews
 from experiments.trainers.base import UpdateResult
 from strategies.types import ReplayView, Rollout
 
@@ -52,25 +49,18 @@ class UpdateRecord:
     Attributes:
         samples: the batch, `[B]`; `views`, `advantages`: per rollout.
         trainer_version: the trainer's weight version.
-        strategy: name of the strategy.
         before: per rollout and view, the trainer's log-probs under the weights before the update.
         mini_steps: in order.
         decoupled: the old log-probs are the trainer's; in bypass mode they are the engine's.
-        scored: by name, views and log-probs of shadow scoring, all under the weights before the update; empty when it
-            was not due.
-        exact: name of the exact views in `scored`.
     """
 
     samples: Sequence[Sample]
     views: list[list[ReplayView]]
     advantages: NDArray[np.float32]
     trainer_version: int
-    strategy: str
     before: list[list[NDArray[np.float32]]]
     mini_steps: Sequence[MiniStep]
     decoupled: bool
-    scored: Mapping[str, ScoredViews]
-    exact: str
 
 
 def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_response_tokens: int) -> dict[str, float]:
@@ -101,7 +91,7 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
         dropped={},
     )
     out |= _loss_terms(record.mini_steps, algorithm)
-    return {str(key): value for key, value in (out | _shadow(record, rollouts, algorithm)).items()}
+    return {str(key): value for key, value in out.items()}
 
 
 def _loss_terms(mini_steps: Sequence[MiniStep], algorithm: AlgorithmConfig) -> dict[str, float]:
@@ -117,25 +107,6 @@ def _loss_terms(mini_steps: Sequence[MiniStep], algorithm: AlgorithmConfig) -> d
         out[ENTROPY] = _mean(entropy)
         loss += algorithm.entropy_coef * _mean(entropy)
     return out | {PG_LOSS: loss}
-
-
-def _shadow(record: UpdateRecord, rollouts: list[Rollout], algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Returns merge errors, route agreement and would-be ratios of every scored strategy; empty when nothing was
-    scored.
-    """
-    if not record.scored:
-        return {}
-    tables = {name: _table(record, rollouts, scored.views, scored.log_probs) for name, scored in record.scored.items()}
-    out: dict[str, float] = {}
-    for name, table in tables.items():
-        # Forwards repeat bit for bit on one machine, so that no noise floor has to be taken off.
-        out |= merge_metrics(table, tables[record.exact], name, floor=0.0)
-        if name != record.strategy:
-            out |= shadow_metrics(table, algorithm, name)
-    exact_views = record.scored[record.exact].views
-    agreement = against_exact(record.scored[record.strategy].views, exact_views)
-    out[MERGE_EXCLUDED] = _mean([any(call.mixed_rows for call in rollout.calls) for rollout in rollouts])
-    return out | (agreement_metrics(agreement) if agreement else {})
 
 
 def _table(

@@ -65,7 +65,7 @@ class RolloutLimits:
 
 @dataclass(eq=False)
 class OpenRollout:
-    """A rollout in work."""
+    """A rollout in work; `version_sent`: weight version when its running call was sent, None when none runs."""
 
     rollout_id: str
     sample_seed: int
@@ -74,6 +74,7 @@ class OpenRollout:
     calls: list[EngineCall] = field(default_factory=list)
     retractions: int = 0
     finished: bool = False
+    version_sent: int | None = None
 
     def tokens(self) -> NDArray[np.int32]:
         """Returns int32: prompt and everything generated so far."""
@@ -140,6 +141,18 @@ class Rollouter:
         """Rollouts that are not in the queue yet: unfinished ones and finished members of unfinished groups."""
         return sum(len(group.rollouts) for group in self._open.values())
 
+    def versions_in_use(self, newest: int) -> set[int]:
+        """Returns the weight versions, up to `newest`, that tokens of unfinished rollouts were sampled under or may
+        have been: a running call says only when it returns.
+        """
+        versions: set[int] = set()
+        for group in self._open.values():
+            for rollout in group.rollouts:
+                versions.update(*(call.versions.tolist() for call in rollout.calls))
+                if rollout.version_sent is not None:
+                    versions.update(range(rollout.version_sent, newest + 1))
+        return versions
+
     @property
     def next_problem(self) -> int:
         """Index of the problem that is admitted next."""
@@ -202,7 +215,9 @@ class Rollouter:
             if budget < 1:  # spent exactly when the abort came: the rollout ends by length without another call
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
+            rollout.version_sent = self._version()
             reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed))
+            rollout.version_sent = None
             rollout.calls.append(reply.call)
             rollout.retractions += reply.retractions
             rollout.finished = reply.call.finish != "abort"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.trainers.base import ReplaySequence, Trainer
+from experiments.trainers.base import ReplaySequence, Score, Trainer
 from strategies.base import MergeStrategy
+from strategies.checks import live_rows
 from strategies.types import ReplayView, Rollout
 
 
@@ -104,6 +105,16 @@ class BatchScorer:
             )
             for name, sets in views.items()
         }
+
+    def live(self) -> list[Score]:
+        """Returns per rollout the forward through the trainer's own router over all `T` tokens, with its routes."""
+        views = [ReplayView(live_rows(r, r.length - 1), r.counted()) for r in self._rollouts]
+        sequences = [replay_sequence(r, view) for r, view in zip(self._rollouts, views, strict=True)]
+        scores = self._trainer.score(sequences, routes=True)
+        self.forwards += len(sequences)
+        for index, (view, score) in enumerate(zip(views, scores, strict=True)):
+            self._cache[_key(index, view)] = score.log_probs
+        return scores
 
 
 def _key(index: int, view: ReplayView) -> tuple[int, int, bytes]:

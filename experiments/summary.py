@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.decision import decision_table
+
 Summary = Mapping[str, Any]
 
 _PHASES = ("startup", "generate", "score", "train", "sync", "other")
@@ -42,6 +44,8 @@ def closing_table(summary: Summary) -> str:
             "ppo_kl is blind to the strategy in decoupled mode: compare |log ratio| and |merge error|.",
             "",
         ]
+    if summary.get("decision"):
+        lines += [*decision_table(summary["decision"]), ""]
     lines += [f"folder   {summary['folder']}", f"next     {_next_command(summary)}"]
     return "\n".join(lines)
 

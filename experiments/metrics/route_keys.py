@@ -142,6 +142,16 @@ DECOMP_REST_MEAN = Metric(
 DECOMP_REST_ABS = Metric("decomp/rest_abs", "mean |staleness + engine mismatch|", "nats", ">= 0", "mean", shadow=True)
 DECOMP_REST_SQ = Metric("decomp/rest_sq", "mean of its square", "nats^2", ">= 0", "mean", shadow=True)
 
+WEIGHTS_KEPT = Metric(
+    "decomp/weights_kept",
+    "weight versions kept because a token that is unfinished or waits for the trainer was sampled under them",
+    "versions",
+    ">= 1",
+    "ext",
+    healthy="bounded by the largest version lag",
+)
+WEIGHTS_MIB = Metric("decomp/weights_mib", "their size", "MiB", ">= 0", "ext")
+
 # Replay execution. A cell is (position, layer).
 REPLAY_ACTIVE = Metric(
     "replay/active_frac",

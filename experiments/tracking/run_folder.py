@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-type Row = dict[str, int | float]
+type Row = dict[str, Any]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +79,7 @@ class JsonLines:
             write_atomically(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a" if self.rows else "w", encoding="utf-8")
 
-    def append(self, step: int, values: Row) -> None:
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one row, `step` first, then the keys as they come."""
         row: Row = {"step": step, **values}
         self._file.write(_line(row))

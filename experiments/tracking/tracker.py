@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.decision import decide
 from experiments.tracking import run_folder
 from experiments.tracking.board import Board, DisabledBoard, WandbBoard, WandbIdentity
 from experiments.tracking.progress import Progress
@@ -55,6 +56,8 @@ class Tracker:
         earlier = self._earlier_summary(resume_after)
         self._metrics = JsonLines(folder / "metrics.jsonl", resume_after)
         self._timings = JsonLines(folder / "timings.jsonl", resume_after)
+        shadowed = self._config["shadow"]["every"] > 0
+        self._merge_errors = JsonLines(folder / "merge_errors.jsonl", resume_after) if shadowed else None
         self._last_step = int(self._metrics.rows[-1]["step"]) if self._metrics.rows else 0
         if resume_after is not None and self._last_step != resume_after:
             raise ValueError(
@@ -70,12 +73,19 @@ class Tracker:
         )
         self._write_summary("running", None)
 
-    def log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+        lines: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Records update number `step`, 1 being the first; a bad row is refused before anything is written.
 
         Args:
             metrics: values that repeat with the seed, by the keys of experiments/metrics.
             timings: values that depend on the machine; every key starts with `time/`.
+            lines: one per scored segment (experiments/shadow_report.py), when shadow scoring was due.
 
         Raises:
             RuntimeError: a value is NaN or infinite, a key is in the wrong mapping, or `step` is not above the last.
@@ -92,6 +102,9 @@ class Tracker:
         values, seconds = run_folder.clean_row(step, metrics), run_folder.clean_row(step, timings)
         self._metrics.append(step, values)
         self._timings.append(step, seconds)
+        if self._merge_errors is not None:
+            for line in lines:
+                self._merge_errors.append(step, line)
         self._last_step = step
         self._board.log({"step": step, **values, **seconds})
         self._progress.update(step, values)
@@ -115,6 +128,8 @@ class Tracker:
         summary = self._write_summary(status, error)
         self._metrics.close()
         self._timings.close()
+        if self._merge_errors is not None:
+            self._merge_errors.close()
         self._board.finish(_EXIT_CODES[status])
         return summary
 
@@ -177,6 +192,7 @@ class Tracker:
             "host": run_folder.host_facts(self._device),
             "seconds": round(seconds, 3),
             "folder": str(self.folder),
+            "decision": decide(self._merge_errors.rows) if self._merge_errors is not None else None,
             "metrics": run_folder.summarise(self._metrics, self._timings),
         }
         run_folder.write_atomically(self._summary_path, json.dumps(summary, indent=2, allow_nan=False) + "\n")

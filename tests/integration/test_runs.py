@@ -67,9 +67,7 @@ def test_merge_errors_are_where_theory_puts_them(smoke_run):
         "strategy=exact",
         "trainer.learning_rate=5e-4",
         "shadow.every=1",
-        "+shadow.strategies.replace._target_=strategies.Replace",
-        "+shadow.strategies.slice_concat._target_=strategies.SliceConcat",
-        "+shadow.strategies.naive_concat._target_=strategies.NaiveConcat",
+        "shadow.strategies=[replace,slice_concat,naive_concat]",
     ).rows
     assert max(merge_error(rows, "replace", "abs_by_segment/last")) == 0.0
     assert min(merge_error(rows, "replace", "abs_by_segment/first")) > 1e-5

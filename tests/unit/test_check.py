@@ -39,7 +39,9 @@ def refusal(*overrides):
         (["trainer.name=fsdp"], "`trainer` must be megatron, not fsdp"),
         (["resume=nowhere"], "`resume`: there is no checkpoint in nowhere"),
         (["model.checkpoint=nowhere"], "`model.checkpoint` must be a Hugging Face folder"),
-        (["+shadow.strategies.exact._target_=strategies.Exact"], "the exact views are the reference"),
+        (["shadow.strategies=[exact]"], "exact is the reference"),
+        (["shadow.strategies=[replace,mine]"], "no conf/strategy/mine.yaml; there are exact, gated,"),
+        (["shadow.strategies=replace"], "must be a list of names or a mapping"),
         (["model.num_experts_per_tok=17"], "`model.num_experts_per_tok` 17 is above `model.num_experts` 16"),
         (["model.num_key_value_heads=3"], "does not divide `model.num_attention_heads`"),
         (["model.head_dim=31"], "`model.head_dim` must be even"),
@@ -78,4 +80,4 @@ def test_possible_configurations_pass(overrides):
 
 
 def test_shadow_strategies_are_built_and_checked_too():
-    assert "`shadow.strategies.mine`: cannot build" in refusal("+shadow.strategies.mine._target_=nowhere.Strategy")
+    assert "`shadow.strategies.mine`: cannot build" in refusal("shadow.strategies={mine:{_target_:nowhere.Strategy}}")

@@ -1,0 +1,169 @@
+"""What shadow scoring says: metrics of the batch, and one line per segment for statistics over rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.metrics.decomposition import decompose, decomposition_metrics, rest_metrics
+from experiments.metrics.merge_error import merge_errors, merge_metrics
+from experiments.metrics.ratios import shadow_metrics
+from experiments.metrics.route_keys import MERGE_EXCLUDED
+from experiments.metrics.routes import (
+    RouteAgreement,
+    against_exact,
+    agreement_metrics,
+    audit_metrics,
+    compare_rows,
+    margin_metrics,
+)
+from experiments.metrics.tokens import UNKNOWN_LAG, TokenTable
+from experiments.schema import AlgorithmConfig
+from experiments.scoring import ScoredViews
+from experiments.shadow import EXACT, ShadowScores, Views
+from strategies.types import ReplayView, Rollout, Rows
+
+Line = dict[str, Any]
+"""One segment: `rollout`, `segment` (index), `segments` of its rollout, `tokens`, `lag` (mean of its tokens; None when
+unknown), `errors`: by strategy [sum of |merge error| in nats, its counted tokens, share of expert slots in which its
+rows differ from the exact ones].
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class ShadowReport:
+    """Reports one scored batch.
+
+    Attributes:
+        rollouts: the batch, `[B]`.
+        trainer_version: weight version of the trainer when it scored them.
+        scores: what was scored.
+        advantages: float `[B]`.
+        decoupled: the old log-probs are the trainer's, not the engine's.
+        algorithm: clip ranges and the like, of the would-be ratios.
+    """
+
+    rollouts: Sequence[Rollout]
+    trainer_version: int
+    scores: ShadowScores
+    advantages: NDArray[np.floating[Any]]
+    decoupled: bool
+    algorithm: AlgorithmConfig
+
+    @cached_property
+    def tables(self) -> dict[str, TokenTable]:
+        """The counted tokens of every scored strategy."""
+        return {name: self._table(scored) for name, scored in self.scores.scored.items()}
+
+    def metrics(self, strategy: str, live_after: list[Rows] | None) -> dict[str, float]:
+        """Returns merge errors and would-be ratios of every scored strategy, and for `strategy`, which must be one of
+        them, the decomposition of its log-ratio and the agreement of its routes.
+
+        Args:
+            strategy: the run's own.
+            live_after: the trainer's own routes after the update, per rollout; None where no update was made.
+        """
+        out: dict[str, float] = {}
+        exact = self.tables[EXACT]
+        for name, table in self.tables.items():
+            # Forwards repeat bit for bit on one machine, so that no noise floor has to be taken off.
+            out |= merge_metrics(table, exact, name, floor=0.0)
+            if name != strategy:
+                out |= shadow_metrics(table, self.algorithm, name)
+        out[MERGE_EXCLUDED] = float(np.mean([any(call.mixed_rows for call in r.calls) for r in self.rollouts]))
+        own = self.scores.scored[strategy]
+        out |= self._decomposition(self.tables[strategy]) | self._routes(own.views, live_after)
+        return {str(key): value for key, value in out.items()}
+
+    def lines(self) -> list[Line]:
+        """Returns one line per segment that the exact views count."""
+        exact = self.tables[EXACT]
+        stride = 1 + int(exact.segment.max(initial=0))
+        keys, first, inverse = np.unique(exact.rollout * stride + exact.segment, return_index=True, return_inverse=True)
+        lines: list[Line] = []
+        tokens, known = np.bincount(inverse), np.bincount(inverse, weights=exact.lag != UNKNOWN_LAG)
+        lag = np.bincount(inverse, weights=exact.lag) / tokens
+        for index, key in enumerate(keys.tolist()):
+            lines.append(
+                {
+                    "rollout": exact.rollout_ids[key // stride],
+                    "segment": key % stride,
+                    "segments": int(exact.segments[first[index]]),
+                    "tokens": int(tokens[index]),
+                    "lag": float(lag[index]) if known[index] == tokens[index] else None,
+                    "errors": {},
+                }
+            )
+        for name, table in self.tables.items():
+            if name == EXACT:
+                continue
+            at = np.searchsorted(keys, table.rollout * stride + table.segment)
+            total = np.bincount(at, weights=np.abs(merge_errors(table, exact)), minlength=len(keys))
+            count = np.bincount(at, minlength=len(keys))
+            for index in np.flatnonzero(count):
+                changed = self._changed(name, int(keys[index]) // stride, int(exact.position[first[index]]))
+                lines[index]["errors"][name] = [float(total[index]), int(count[index]), changed]
+        return lines
+
+    def _changed(self, name: str, owner: int, position: int) -> float:
+        """Returns the share of expert slots in which the rows of strategy `name` differ from the exact ones, over the
+        view that carries the token at `position`; live rows count as changed: the engine's were not used.
+        """
+        mine = _view_of(self.scores.scored[name].views[owner], position)
+        exact = _view_of(self.scores.scored[EXACT].views[owner], position)
+        shared = min(mine.length, exact.length) - 1
+        agreement = compare_rows(mine.rows[:shared], exact.rows[:shared])
+        slots = exact.rows[:shared, :, 0].size * agreement.top_k
+        return float(1.0 - agreement.overlap.sum() / slots)
+
+    def _decomposition(self, table: TokenTable) -> dict[str, float]:
+        generating = self.scores.generating
+        views = self.scores.scored[EXACT].views
+        known = [
+            [ReplayView(v.rows, v.loss_mask & ~np.isnan(values[: v.length])) for v in own]
+            for own, values in zip(views, generating.log_probs, strict=True)
+        ]
+        log_probs = [[values[: v.length] for v in own] for own, values in zip(views, generating.log_probs, strict=True)]
+        then = self._table(ScoredViews(known, log_probs))
+        parts = decompose(table, self.tables[EXACT], then)
+        out = decomposition_metrics(parts)
+        if parts.coverage < 1.0:
+            out |= rest_metrics(table, self.tables[EXACT])
+        return out
+
+    def _routes(self, own: Views, live_after: list[Rows] | None) -> dict[str, float]:
+        out = audit_metrics(self.scores.generating.audited) | margin_metrics(self.scores.margins)
+        for source, agreement in (
+            (None, against_exact(own, self.scores.scored[EXACT].views)),
+            ("live_before", _against_live(own, self.scores.live_rows)),
+            ("live_after", None if live_after is None else _against_live(own, live_after)),
+        ):
+            if agreement is not None:
+                out |= agreement_metrics(agreement, source)
+        return out
+
+    def _table(self, scored: ScoredViews) -> TokenTable:
+        return TokenTable.from_views(
+            self.rollouts,
+            scored.views,
+            scored.log_probs,
+            old_log_probs=scored.log_probs if self.decoupled else None,
+            advantages=self.advantages,
+            trainer_version=self.trainer_version,
+        )
+
+
+def _view_of(views: Sequence[ReplayView], position: int) -> ReplayView:
+    return next(view for view in views if position < view.length and view.loss_mask[position])
+
+
+def _against_live(views: Views, live: Sequence[Rows]) -> RouteAgreement | None:
+    """Returns the agreement of the views' rows with the trainer's own routes; None without a view."""
+    ours = [view.rows for own in views for view in own]
+    theirs = [rows[: view.length - 1] for own, rows in zip(views, live, strict=True) for view in own]
+    return compare_rows(np.concatenate(ours), np.concatenate(theirs)) if ours else None
