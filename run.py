@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments import check, schema
+from experiments import check, schema, score_plan
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -71,6 +71,9 @@ def precheck(argv: list[str]) -> None:
                 config = check.load(hydra.compose(args.config_name or "config", overrides=job))
                 strategy, _ = check.build_strategies(config)
                 check.check(config, strategy)
+                if config.mode is schema.Mode.score:
+                    score_plan.refuse_unread_keys(job)
+                    score_plan.score_plan(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise check.ConfigError(_reason(error)) from error
 
@@ -99,9 +102,10 @@ def main(node: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
+    from experiments.score import score
 
     try:
-        status = launch(
+        status = (score if config.mode is schema.Mode.score else launch)(
             Job(
                 config,
                 node,

@@ -15,11 +15,14 @@ from typing import Any
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.schema import ClockKind, Config, Pause, RatioLevel
+from experiments.schema import ClockKind, Config, Mode, Pause, RatioLevel
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
 """Where a run directory keeps its newest checkpoint."""
+
+RECORDING_INDEX = Path("rollouts") / "index.json"
+"""Where a run directory keeps the index of its recording."""
 
 STRATEGY_FILES = Path(__file__).resolve().parents[1] / "conf" / "strategy"
 
@@ -144,12 +147,31 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         "exact" in config.shadow.strategies,
         "`shadow.strategies`: exact is the reference and always scored; remove it",
     )
+    yield from _mode(config)
     for path, value in _numbers(config, ""):
         yield not math.isfinite(value), f"`{path}` must be finite, not {value}"
     yield from _algorithm(config, strategy)
     yield from _schedule(config, strategy)
     yield from _model(config)
     yield from _parts(config)
+
+
+def _mode(config: Config) -> Iterator[tuple[bool, str]]:
+    if config.mode is Mode.score:
+        yield config.recording is None, "`mode=score` needs `recording`: the directory of a run with record=true"
+        yield config.record, "`record` has no meaning with mode=score: a recording is read, none is written"
+        return
+    for key, is_set in (
+        ("recording", config.recording is not None),
+        ("strategies", bool(config.strategies)),
+        ("score.updates", config.score.updates is not None),
+    ):
+        yield is_set, f"`{key}` is read with mode=score only; a run scores other strategies with `shadow.strategies`"
+    lost = config.resume is not None and config.record and not (Path(config.resume) / RECORDING_INDEX).is_file()
+    yield (
+        lost,
+        f"`record`: {config.resume} has no {RECORDING_INDEX}; the recording that this run would continue is gone",
+    )
 
 
 def _numbers(node: Any, prefix: str) -> Iterator[tuple[str, float]]:

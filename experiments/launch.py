@@ -4,11 +4,12 @@ trainers.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.generating import AuditPlan
 from experiments.learner import PPOLearner
-from experiments.loop import Loop, LoopSettings, Progress, first_error
+from experiments.loop import Learner, Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
+from experiments.recorder import RecordingLearner, start_recording
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
 from experiments.schema import ClockKind, Config
 from experiments.shadow import ShadowPlan, ShadowScorer
@@ -39,6 +41,7 @@ from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
 from experiments.weight_history import WeightHistory
 from strategies import Exact
+from strategies.base import MergeStrategy
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -76,7 +79,7 @@ def launch(job: Job) -> int:
     """
     config = job.config
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    with _as_config_errors():
+    with as_config_errors():
         saved = _saved(job)
         task = load_task(config.task, config.seed, config.model.checkpoint)
         check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))
@@ -89,8 +92,8 @@ def launch(job: Job) -> int:
             resume_after=saved["progress"]["step"] if saved else None,
         )
     interrupt = Interrupt()
-    with _interruptible(interrupt):
-        return _supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt))
+    with interruptible(interrupt):
+        return supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt), closing_table)
 
 
 def _train(job: Job, task: Task, tracker: Tracker, saved: dict[str, Any] | None, interrupt: Interrupt) -> None:
@@ -207,7 +210,7 @@ def _build(
         clock=clock,
         engine=engine,
         trainer=trainer,
-        learner=_learner(job, trainer, model, history),
+        learner=_recorded(job, trainer, model, progress, _learner(job, trainer, model, history)),
         rollouter=rollouter,
         queue=queue,
         reopen_window=admission.synced,
@@ -269,8 +272,7 @@ def _rollouter(
 def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: WeightHistory) -> PPOLearner:
     config = job.config
     strategy, shadow_strategies = build_strategies(config)
-    audit = AuditPlan(config.shadow.audit_limit[config.engine.dtype.value], pinned=False)
-    plan = ShadowPlan(config.shadow.every, shadow_strategies, Exact(), audit)
+    plan = shadow_plan(config, config.shadow.every, shadow_strategies)
     return PPOLearner(
         trainer=trainer,
         strategy_name=job.strategy_name,
@@ -279,6 +281,37 @@ def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: 
         max_response_tokens=config.sampling.max_response_tokens,
         shadow=ShadowScorer(trainer, plan, history),
         reference=model.weights if config.algorithm.kl_coef > 0 else None,
+    )
+
+
+def shadow_plan(config: Config, every: int, strategies: Mapping[str, MergeStrategy]) -> ShadowPlan:
+    """Returns how the rollouts of a run with `config` are scored."""
+    audit = AuditPlan(config.shadow.audit_limit[config.engine.dtype.value], pinned=False)
+    return ShadowPlan(every, strategies, Exact(), audit)
+
+
+def _recorded(
+    job: Job, trainer: MegatronTrainer, model: PreparedModel, progress: Progress, learner: PPOLearner
+) -> Learner:
+    """Returns the learner, with a recording of what it is given if the run makes one."""
+    if not job.config.record:
+        return learner
+    config = OmegaConf.to_container(job.node, resolve=True, enum_to_str=True)
+    assert isinstance(config, dict)
+    folder = start_recording(
+        job.run_dir,
+        strategy=job.strategy_name,
+        config={str(key): value for key, value in config.items()},
+        model=json.loads(model.config.to_json_string(use_diff=False)),
+        step=progress.step,
+        version=progress.version,
+    )
+    return RecordingLearner(
+        learner,
+        trainer=trainer,
+        folder=folder,
+        sync_interval=job.config.schedule.sync_interval,
+        normalize_advantages=job.config.algorithm.normalize_advantages,
     )
 
 
@@ -299,11 +332,11 @@ def _clock(config: Config, start_s: float) -> Clock:
     return VirtualClock(start_s) if config.schedule.clock is ClockKind.virtual else WallClock(start_s)
 
 
-def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
-    """Runs `train`, records how it ended, prints the closing table and returns the exit code."""
+def supervise(tracker: Tracker, work: Callable[[], None], closing: Callable[[Mapping[str, Any]], str]) -> int:
+    """Runs `work`, records how it ended, prints what `closing` makes of the summary and returns the exit code."""
     status, error = "failed", None
     try:
-        train()
+        work()
         status = "completed"
     except Interrupted:
         status = "interrupted"
@@ -319,14 +352,14 @@ def _supervise(tracker: Tracker, train: Callable[[], None]) -> int:
         print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
         return FAILED
     if status == "interrupted" and not (tracker.folder / CHECKPOINT_FILE).is_file():
-        print("run.py: stopped before the first update; there is nothing to resume", file=sys.stderr)
+        print("run.py: stopped without a checkpoint; there is nothing to resume", file=sys.stderr)
     else:
-        print(closing_table(summary))
+        print(closing(summary))
     return INTERRUPTED if status == "interrupted" else COMPLETED
 
 
 @contextmanager
-def _as_config_errors() -> Iterator[None]:
+def as_config_errors() -> Iterator[None]:
     """Turns the ValueErrors of parts that read configuration values into configuration errors."""
     try:
         yield
@@ -337,7 +370,7 @@ def _as_config_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(interrupt: Interrupt) -> Iterator[None]:
+def interruptible(interrupt: Interrupt) -> Iterator[None]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint between two updates, the second one stops at once."""
 
     def ask(signum: int, frame: Any) -> None:

@@ -38,6 +38,14 @@ class Update:
     lines: list[Line]
 
 
+def needs_own_scores(algorithm: AlgorithmConfig) -> bool:
+    """Returns whether the strategy's log-probs before the update must be computed in a pass of their own.
+
+    A single optimiser step in bypass mode gives them for free: its own forward runs under the same weights.
+    """
+    return algorithm.mini_batches * algorithm.epochs > 1 or algorithm.old_log_prob is OldLogProb.decoupled
+
+
 class PPOLearner:
     """Implements the loop's `Learner`.
 
@@ -78,7 +86,8 @@ class PPOLearner:
         advantages = ppo.group_advantages(rewards, groups, self._algorithm.normalize_advantages)
         views = freeze_live_rows(self._trainer, rollouts, merge(self._strategy, rollouts))
         scorer = BatchScorer(self._trainer, rollouts)
-        own = scorer.score({self._strategy_name: views})[self._strategy_name] if self._needs_own_scores else None
+        needed = needs_own_scores(self._algorithm)
+        own = scorer.score({self._strategy_name: views})[self._strategy_name] if needed else None
         scores = self._shadow.score(scorer, rollouts, {self._strategy_name: views}) if self._shadow.due(step) else None
         old = self._old_log_probs(rollouts, own)
         reference = self._reference_log_probs(rollouts, views)
@@ -106,15 +115,6 @@ class PPOLearner:
         report = ShadowReport(rollouts, version, scores, advantages, decoupled, self._algorithm)
         metrics |= report.metrics(self._strategy_name, self._shadow.live_rows(rollouts))
         return Update(metrics, report.lines())
-
-    @property
-    def _needs_own_scores(self) -> bool:
-        """Says whether the strategy's log-probs before the update must be computed in a pass of their own.
-
-        A single optimiser step in bypass mode gives them for free: its own forward runs under the same weights.
-        """
-        several_steps = self._algorithm.mini_batches * self._algorithm.epochs > 1
-        return several_steps or self._algorithm.old_log_prob is OldLogProb.decoupled
 
     def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:
         """Returns per rollout float32 `[T]`: the old policy's log-probs, NaN where there are none."""

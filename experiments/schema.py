@@ -14,6 +14,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 
+class Mode(Enum):
+    """What a run does."""
+
+    train = "train"
+    score = "score"  # the rollouts of a recording, without training
+
+
 class OldLogProb(Enum):
     """Whose log-probs are the old policy of the PPO ratio."""
 
@@ -201,6 +208,14 @@ class ShadowConfig:
 
 
 @dataclass
+class ScoreConfig:
+    """What of a recording is scored (mode=score)."""
+
+    weights: str = MISSING  # trainer: those held before each update; newest; or a weight version
+    updates: list[int] | None = MISSING  # numbers as in metrics.jsonl; null: all
+
+
+@dataclass
 class TrackingConfig:
     """Where metrics go."""
 
@@ -233,6 +248,10 @@ class Config:
     experiment_name: str = MISSING
     resume: str | None = MISSING  # run directory to continue
     threads: int = MISSING  # CPU threads of torch; 0: one per core
+    mode: Mode = MISSING
+    record: bool = MISSING  # write all rollouts to rollouts/ in the run directory
+    recording: str | None = MISSING  # mode=score: run directory with a recording
+    strategies: Any = MISSING  # mode=score: names of conf/strategy files, or name -> _target_ node
     strategy: Any = MISSING
     backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -243,6 +262,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     shadow: ShadowConfig = field(default_factory=ShadowConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

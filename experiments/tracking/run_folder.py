@@ -40,7 +40,7 @@ _RECORDED_PACKAGES = (
 )
 
 # Where a run writes and what it calls itself in W&B does not change its numbers.
-_NOT_HASHED = (("tracking",), ("resume",), ("task", "warm_start", "cache_dir"))
+_NOT_HASHED = (("tracking",), ("resume",), ("record",), ("task", "warm_start", "cache_dir"))
 
 
 def clean_row(step: int, metrics: Mapping[str, float]) -> Row:

@@ -148,6 +148,8 @@ class Tracker:
         sha, dirty = run_folder.git_state()
         disabled = self._config["tracking"]["mode"] == "disabled"
         return {
+            "mode": self._config["mode"],
+            "recording": self._config["recording"],
             "experiment": self._config["experiment_name"],
             "strategy": strategy,
             "seed": self._config["seed"],
