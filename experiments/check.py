@@ -15,14 +15,12 @@ from typing import Any
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.recording import FOLDER, INDEX
 from experiments.schema import ClockKind, Config, Mode, Pause, RatioLevel
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
 """Where a run directory keeps its newest checkpoint."""
-
-RECORDING_INDEX = Path("rollouts") / "index.json"
-"""Where a run directory keeps the index of its recording."""
 
 STRATEGY_FILES = Path(__file__).resolve().parents[1] / "conf" / "strategy"
 
@@ -159,7 +157,6 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
 def _mode(config: Config) -> Iterator[tuple[bool, str]]:
     if config.mode is Mode.score:
         yield config.recording is None, "`mode=score` needs `recording`: the directory of a run with record=true"
-        yield config.record, "`record` has no meaning with mode=score: a recording is read, none is written"
         return
     for key, is_set in (
         ("recording", config.recording is not None),
@@ -167,10 +164,9 @@ def _mode(config: Config) -> Iterator[tuple[bool, str]]:
         ("score.updates", config.score.updates is not None),
     ):
         yield is_set, f"`{key}` is read with mode=score only; a run scores other strategies with `shadow.strategies`"
-    lost = config.resume is not None and config.record and not (Path(config.resume) / RECORDING_INDEX).is_file()
     yield (
-        lost,
-        f"`record`: {config.resume} has no {RECORDING_INDEX}; the recording that this run would continue is gone",
+        config.resume is not None and config.record and not (Path(config.resume) / FOLDER / INDEX).is_file(),
+        f"`record`: there is no {FOLDER}/{INDEX} in {config.resume}, whose recording this run would continue",
     )
 
 

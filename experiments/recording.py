@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.buffer import Sample
-from experiments.recording_file import RecordingError, check_header, read, read_header, unpack
+from experiments.recording_file import RecordingError, checked_header, read, read_header, unpack
 
 FOLDER = "rollouts"
 INDEX = "index.json"
@@ -156,10 +156,9 @@ def read_recording(path: Path | str) -> Recording:
             f"{path}: expected a run directory with {FOLDER}/{INDEX}, found none; a run writes it with record=true"
         )
     try:
-        index = json.loads(index_file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        index = checked_header(index_file, json.loads(index_file.read_text(encoding="utf-8")), "index")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RecordingError(f"{index_file}: expected a JSON object, found a damaged file ({error})") from error
-    check_header(index_file, index, "index")
     names = ("strategy", "seed", "config", "model", "packages")
     if absent := [name for name in names if name not in index]:
         raise RecordingError(f"{index_file}: expected the keys {', '.join(names)}, found none of {', '.join(absent)}")
@@ -167,4 +166,4 @@ def read_recording(path: Path | str) -> Recording:
     if not steps:
         raise RecordingError(f"{folder}: expected files {update_name(1)}{SUFFIX} and so on, found none")
     versions = tuple(numbers(folder / WEIGHTS, "version"))
-    return Recording(folder, *(index[name] for name in names), steps, versions)
+    return Recording(folder=folder, steps=steps, versions=versions, **{name: index[name] for name in names})

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from experiments.buffer import Sample
 from strategies.types import EngineCall, Rollout, Rows
@@ -52,8 +52,10 @@ def write(path: Path, kind: str, arrays: Mapping[str, Array], facts: Mapping[str
     """
     header = {"format": FORMAT, "schema": SCHEMA, "kind": kind, **facts}
     partial = path.with_name(f".{path.name}.partial")
-    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, partial, {HEADER: json.dumps(header)})
-    with partial.open("rb+") as file:
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, {HEADER: json.dumps(header)})
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 
@@ -94,12 +96,11 @@ def _opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
             header = json.loads((content.metadata() or {}).get(HEADER, "null"))
         except json.JSONDecodeError:
             header = None
-        check_header(path, header, kind)
-        yield header, content
+        yield checked_header(path, header, kind), content
 
 
-def check_header(path: Path, header: Any, kind: str) -> None:
-    """Refuses a header that is not of this format, schema and kind.
+def checked_header(path: Path, header: Any, kind: str) -> dict[str, Any]:
+    """Returns the header if it is of this format, schema and kind.
 
     Raises:
         RecordingError: names the file, what was expected and what was found.
@@ -113,6 +114,7 @@ def check_header(path: Path, header: Any, kind: str) -> None:
         )
     if header.get("kind") != kind:
         raise RecordingError(f"{path}: expected {kind} of a recording, found {header.get('kind')}")
+    return header
 
 
 # --- the rollouts of one update --------------------------------------------------------------------------------------

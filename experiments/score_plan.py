@@ -1,4 +1,4 @@
-"""What a `mode=score` job scores: resolved from its configuration and its recording before anything heavy is imported."""
+"""What a `mode=score` job scores, resolved from its configuration and its recording; imports nothing heavy."""
 
 from __future__ import annotations
 
