@@ -251,7 +251,7 @@ class Config:
     mode: Mode = MISSING
     record: bool = MISSING  # write all rollouts to rollouts/ in the run directory
     recording: str | None = MISSING  # mode=score: run directory with a recording
-    strategies: Any = MISSING  # mode=score: names of conf/strategy files, or name -> _target_ node
+    strategies: Any = MISSING  # mode=score: names of conf/strategy files, or name -> _target_ node; null: none
     strategy: Any = MISSING
     backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

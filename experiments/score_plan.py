@@ -74,7 +74,7 @@ def score_plan(job: Config) -> ScorePlan:
             recording.check_weights(version)
     except RecordingError as error:
         raise check.ConfigError(f"`recording`: {error}") from error
-    nodes = check.strategy_nodes(job.strategies, "strategies")
+    nodes = check.strategy_nodes(job.strategies or [], "strategies")
     _check_names(recording, nodes)
     node = _merged(recording, job, nodes, steps)
     config = check.load(node)
