@@ -42,6 +42,10 @@ def test_help_lists_the_groups():
         (["strategy._target_=builtins.dict"], "is not a merge strategy"),
         (["+strategy.extra=1"], "unexpected keyword argument 'extra'"),
         (["algorithm.group_size=7"], "`algorithm.group_size` 7 does not divide"),
+        (["mode=score"], "`mode=score` needs `recording`"),
+        (["mode=score", "recording=nowhere"], "nowhere: expected a run directory with rollouts/index.json, found none"),
+        (["mode=score", "recording=nowhere", "strategy=exact"], "`strategy` has no meaning with mode=score"),
+        (["-m", "mode=train,score"], "`mode=score` needs `recording`"),
         (["-m", "strategy=replace,exact", "algorithm.ratio_level=sequence"], "needs the whole response in one forward"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -54,9 +58,10 @@ def test_bad_configuration_exits_2_with_one_line(overrides, message):
     assert not result.stdout
 
 
-def test_answers_come_before_torch_is_imported():
+@pytest.mark.parametrize("arguments", [["steps=0"], ["mode=score", "recording=nowhere"]], ids=" ".join)
+def test_answers_come_before_torch_is_imported(arguments):
     probe = (
-        "import sys, runpy\nsys.argv = ['run.py', 'steps=0']\n"
+        f"import sys, runpy\nsys.argv = {['run.py', *arguments]}\n"
         "try:\n    runpy.run_path('run.py', run_name='__main__')\nexcept SystemExit as e:\n    code = e.code\n"
         "heavy = {'torch', 'transformers', 'megatron', 'wandb', 'reasoning_gym'} & set(sys.modules)\n"
         "print(code, sorted(heavy))"
@@ -111,6 +116,26 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
         ("replace", 0, "completed"),
         ("replace", 1, "completed"),
     ]
+
+
+@pytest.mark.slow
+def test_a_sweep_scores_a_recording_in_several_ways(tmp_path):
+    run = ["experiment=smoke", "steps=3", "record=true", "tracking=disabled", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert command(*run).returncode == 0
+    result = command(
+        "-m",
+        "mode=score",
+        f"recording={tmp_path / 'run'}",
+        "strategies=[slice_concat,live]",
+        "score.weights=trainer,newest",
+        f"hydra.sweep.dir={tmp_path / 'scores'}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("exact is the reference") == 2
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "scores").glob("*/summary.json")]
+    assert [(s["mode"], s["status"], len(s["decision"]["ranking"])) for s in summaries] == [
+        ("score", "completed", 3)
+    ] * 2
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = {"strategies", "experiments", "analysis", "run"}
+RECORDING_READER = ("experiments.recording", "experiments.recording_file")
+"""How the files of a recording are read: the one thing that experiments and analysis share as code."""
 FILES = sorted(
     path.relative_to(ROOT)
     for name in ("strategies", "experiments", "analysis", "notebooks", "benchmarks", "run.py")
@@ -60,6 +62,13 @@ def forbidden(module: str, name: str) -> str | None:
         return "strategies see numpy and the standard library only, so that they run in any worker"
     if within(module, "experiments", "run") and top in ("analysis", "notebooks"):
         return "experiments and analysis meet through files"
+    if within(module, *RECORDING_READER) and not (
+        within(name, *RECORDING_READER, "experiments.buffer")
+        or top in {"numpy", "safetensors", "strategies"} | sys.stdlib_module_names
+    ):
+        return "who reads recordings needs numpy and safetensors only"
+    if within(module, "analysis") and within(name, "experiments.recording"):
+        return None
     if within(module, "analysis") and top in ("experiments", "torch", "megatron", "sglang", "verl", "transformers"):
         return "analysis reads files; it needs no engine and no trainer"
     if within(module, "notebooks") and top in OURS - {"analysis"}:
@@ -114,6 +123,9 @@ def test_the_walk_finds_the_packages() -> None:
         ("experiments/launch.py", "import verl"),
         ("analysis/load.py", "import experiments.schema"),
         ("analysis/load.py", "if True:\n    import torch.nn"),
+        ("analysis/load.py", "from experiments.recorder import RecordingLearner"),
+        ("experiments/recording.py", "import torch"),
+        ("experiments/recording_file.py", "from experiments.check import ConfigError"),
         ("benchmarks/a.py", "from run import main"),
     ],
 )
@@ -133,6 +145,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("experiments/launch.py", "from experiments.engines.embedded import EmbeddedEngine"),
         ("experiments/trainers/megatron.py", "from megatron.core import parallel_state"),
         ("analysis/load.py", "import pandas\nfrom strategies import types"),
+        ("analysis/load.py", "from experiments.recording import read_recording"),
         ("run.py", "from experiments.launch import launch"),
     ],
 )

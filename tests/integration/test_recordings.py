@@ -8,7 +8,7 @@ from experiments import check
 from experiments.recording import read_recording
 from tests.conftest import compose
 
-FAST = "trainer.learning_rate=2e-3"
+FAST = ("trainer.learning_rate=2e-3", "threads=1")
 SHADOWS = "[slice_concat,naive_concat,recompute]"
 
 
@@ -35,7 +35,7 @@ def lines(folder, name):
     ids=" ".join,
 )
 def test_scoring_a_recording_reproduces_the_shadow_numbers_of_the_run(smoke_run, tmp_path, capsys, settings):
-    run = smoke_run(FAST, *settings, f"shadow.strategies={SHADOWS}", "record=true")
+    run = smoke_run(*FAST, *settings, f"shadow.strategies={SHADOWS}", "record=true")
     shadowed = sorted({line["step"] for line in lines(run.folder, "merge_errors.jsonl")})
     capsys.readouterr()
     assert score_recording(run, tmp_path / "s", f"strategies={SHADOWS}", f"score.updates={shadowed}") == 0
@@ -55,17 +55,17 @@ def test_scoring_a_recording_reproduces_the_shadow_numbers_of_the_run(smoke_run,
 
 def test_recording_does_not_change_the_run_with_or_without_shadow_scoring(smoke_run):
     for shadow in ("shadow.every=2", "shadow.every=0"):
-        without = smoke_run(FAST, shadow, folder=f"without {shadow}")
-        recorded = smoke_run(FAST, shadow, "record=true", folder=f"with {shadow}")
+        without = smoke_run(*FAST, shadow, folder=f"without {shadow}")
+        recorded = smoke_run(*FAST, shadow, "record=true", folder=f"with {shadow}")
         assert recorded.metrics_bytes == without.metrics_bytes
         assert not (without.folder / "rollouts").exists()
         assert read_recording(recorded.folder).steps == tuple(range(1, 9))
 
 
 def test_a_resumed_run_continues_its_recording(smoke_run):
-    whole = smoke_run(FAST, "record=true", folder="whole")
-    part = smoke_run(FAST, "record=true", "steps=4", folder="part")
-    smoke_run(FAST, "record=true", f"resume={part.folder}", folder="part")
+    whole = smoke_run(*FAST, "record=true", folder="whole")
+    part = smoke_run(*FAST, "record=true", "steps=4", folder="part")
+    smoke_run(*FAST, "record=true", f"resume={part.folder}", folder="part")
     files = [
         {path.name: path.read_bytes() for path in (run.folder / "rollouts").rglob("*.safetensors")}
         for run in (whole, part)
@@ -75,7 +75,7 @@ def test_a_resumed_run_continues_its_recording(smoke_run):
 
 
 def test_other_weights_and_other_strategies_give_other_errors_on_the_same_rollouts(smoke_run, tmp_path):
-    run = smoke_run(FAST, "record=true", "shadow=off")
+    run = smoke_run(*FAST, "record=true", "shadow=off")
     decisions = {}
     for weights in ("trainer", "newest", "0"):
         assert score_recording(run, tmp_path / weights, "strategies=[slice_concat]", f"score.weights={weights}") == 0
@@ -85,7 +85,7 @@ def test_other_weights_and_other_strategies_give_other_errors_on_the_same_rollou
 
 
 def test_a_run_resumed_without_its_recording_is_refused(smoke_run):
-    part = smoke_run("steps=4", "record=true", folder="part")
+    part = smoke_run(*FAST, "steps=4", "record=true", folder="part")
     (part.folder / "rollouts" / "index.json").unlink()
     with pytest.raises(ValueError, match="whose recording this run would continue"):
-        smoke_run("record=true", f"resume={part.folder}", folder="part")
+        smoke_run(*FAST, "record=true", f"resume={part.folder}", folder="part")

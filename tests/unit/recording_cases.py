@@ -43,8 +43,7 @@ def random_call(rng, request_id, input_len, experts, dtype, newest):
 
 def random_samples(seed, *, number=6, experts=16, dtype=np.int16, newest=4):
     """Returns rollouts of weight versions up to `newest` with every flag, calls without tokens, without rows, with
-    delta rows;
-    one has no call.
+    delta rows; one has no call.
     """
     rng = np.random.default_rng(seed)
     samples = []
