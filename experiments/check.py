@@ -90,20 +90,26 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
 
 
 def strategy_nodes(named: Any, key: str) -> dict[str, Any]:
-    """Returns name -> `_target_` node of a list of conf/strategy names, or of a mapping that holds nodes already.
+    """Returns name -> `_target_` node of a list whose items are names of conf/strategy files or `{name: node}`.
 
     Raises:
-        ConfigError: not a list or mapping, or no such file.
+        ConfigError: not such a list, a name twice, or no such file.
     """
-    if isinstance(named, Mapping):
-        return dict(named)
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"`{key}` must be a list of names or a mapping name: {{_target_: ...}}, not {named}")
     known = sorted(path.stem for path in STRATEGY_FILES.glob("*.yaml"))
-    unknown = [name for name in named if name not in known]
-    if unknown:
-        raise ConfigError(f"`{key}`: no conf/strategy/{unknown[0]}.yaml; there are {', '.join(known)}")
-    return {name: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{name}.yaml")) for name in named}
+    nodes: dict[str, Any] = {}
+    for item in named if isinstance(named, list) else [None]:
+        if isinstance(item, str) and item not in known:
+            raise ConfigError(f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}")
+        if isinstance(item, str):
+            found = {item: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{item}.yaml"))}
+        elif isinstance(item, Mapping) and len(item) == 1:
+            found = {str(name): node for name, node in item.items()}
+        else:
+            raise ConfigError(f"`{key}` must be a list of names and {{name: {{_target_: ...}}}}, not {named}")
+        if found.keys() & nodes.keys():
+            raise ConfigError(f"`{key}`: {next(iter(found))} is named twice")
+        nodes |= found
+    return nodes
 
 
 def build_strategies(config: Config) -> tuple[MergeStrategy, dict[str, MergeStrategy]]:
@@ -141,7 +147,7 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         "end and when interrupted",
     )
     yield (
-        "exact" in config.shadow.strategies,
+        "exact" in strategy_nodes(config.shadow.strategies, "shadow.strategies"),
         "`shadow.strategies`: exact is the reference and always scored; remove it",
     )
     for path, value in _numbers(config, ""):

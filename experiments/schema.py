@@ -196,7 +196,7 @@ class ShadowConfig:
     """Scoring of the same rollouts under other strategies, without training on them."""
 
     every: int = MISSING  # updates; 0: never
-    strategies: Any = MISSING  # names of conf/strategy files, or name -> _target_ node
+    strategies: Any = MISSING  # list of names of conf/strategy files, or {name: _target_ node}
     audit_limit: dict[str, float] = MISSING  # by engine.dtype: largest share of a request's cells
 
 

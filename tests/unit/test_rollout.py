@@ -54,24 +54,33 @@ class ScriptedEngine:
         return Reply(call, prefill_tokens=len(request.input_ids))
 
 
+def rollouter_with(open_groups, **parts):
+    """Returns a rollouter of `open_groups`; parts that are not given are never reached."""
+    given = {"engine": None, "queue": None, "admission": None, "limits": None, "group_size": 2} | parts
+    return Rollouter(
+        **given,
+        problems=Problems(),
+        shape=RowShape(L, K, E),
+        seed=0,
+        version=lambda: 0,
+        open_groups=open_groups,
+        next_problem=0,
+    )
+
+
 def collect(script, *, groups, group_size=2, response=6, context=64, limit=100, empty_aborts=3):
     clock = VirtualClock()
     engine = ScriptedEngine(clock, script)
 
     async def main():
         queue, admission = SampleQueue([]), Admission(limit)
-        rollouter = Rollouter(
+        rollouter = rollouter_with(
+            [],
             engine=engine,
-            problems=Problems(),
             queue=queue,
             admission=admission,
             limits=RolloutLimits(response, context, empty_aborts),
-            shape=RowShape(L, K, E),
             group_size=group_size,
-            seed=0,
-            version=lambda: 0,
-            open_groups=[],
-            next_problem=0,
         )
         task = asyncio.create_task(rollouter.run())
         take = asyncio.create_task(queue.take(groups))
