@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from experiments.buffer import Admission, Sample, SampleQueue
 from experiments.engines.base import Engine, Request
+from experiments.schema import ResumeRows
 from strategies.budget import call_budget
-from strategies.types import EngineCall, Rollout
+from strategies.checks import gather, row_dtype, rows_first_fed
+from strategies.types import EngineCall, Rollout, Rows
 
 
 class Problem(Protocol):
@@ -92,6 +94,18 @@ class OpenRollout:
         )
 
 
+def recorded_rows(rollout: Rollout) -> Rows | None:
+    """Returns `[m, L, K]`, the row of every position fed so far, as the call that first fed it returned it.
+
+    None before the first token. The last sampled token was not fed yet and has no row.
+
+    Raises:
+        MergeError: that call did not return the row. A later call's row is never taken instead.
+    """
+    spans = rows_first_fed(rollout)
+    return gather(rollout, spans, row_dtype(rollout)) if spans else None
+
+
 @dataclass(eq=False)
 class OpenGroup:
     """The rollouts of one problem; handed to the queue when all are finished."""
@@ -112,6 +126,7 @@ class Rollouter:
         admission: Admission,
         limits: RolloutLimits,
         shape: RowShape,
+        resume_rows: ResumeRows,
         group_size: int,
         seed: int,
         version: Callable[[], int],
@@ -124,6 +139,7 @@ class Rollouter:
         self._admission = admission
         self._limits = limits
         self._shape = shape
+        self._resume_rows = resume_rows
         self._group_size = group_size
         self._seed = seed
         self._version = version
@@ -202,7 +218,9 @@ class Rollouter:
             if budget < 1:  # spent exactly when the abort came: the rollout ends by length without another call
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
-            reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed))
+            pinned = self._resume_rows is ResumeRows.pinned
+            rows = recorded_rows(rollout.close(self._shape)) if pinned else None
+            reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed, rows=rows))
             rollout.calls.append(reply.call)
             rollout.retractions += reply.retractions
             rollout.finished = reply.call.finish != "abort"
