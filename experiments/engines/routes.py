@@ -25,7 +25,7 @@ def row_dtype(num_experts: int) -> torch.dtype:
 
 
 class RouteRecorder:
-    """Keeps the expert ids of the newest forward through forward hooks on the routers of one model.
+    """Keeps the expert ids of the newest forward, or forces given ones, by forward hooks on the routers of one model.
 
     Layers without experts have cells of LIVE (-1): there is nothing to replay in them.
 

@@ -222,7 +222,7 @@ class RunningBatch:
             self.counters.resumed_tokens += length
 
     def _forced_rows(self, admitted: Sequence[Generation], width: int) -> torch.Tensor | None:
-        """Returns int16 `[count * S, L, K]`, the pinned rows of a prefill and LIVE elsewhere; None when nothing is."""
+        """Returns int64 `[count * S, L, K]`: pinned rows, LIVE elsewhere; None when no request has any."""
         if all(generation.pinned is None for generation in admitted):
             return None
         rows = np.full((len(admitted), width, self.recorder.num_layers, self.recorder.top_k), LIVE, np.int16)
