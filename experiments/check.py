@@ -15,7 +15,7 @@ from typing import Any
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.schema import ClockKind, Config, Pause, RatioLevel
+from experiments.schema import ClockKind, Config, Pause, RatioLevel, ResumeRows
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
@@ -215,9 +215,11 @@ def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, s
             f"`schedule.cost.{name}` must be positive on the virtual clock: events that take no time have no order",
         )
     yield (
-        s.pause_mode is Pause.retract and not strategy.single_view,
+        s.pause_mode is Pause.retract
+        and config.engine.resume_rows is ResumeRows.recompute
+        and not strategy.single_view,
         f"`schedule.pause_mode=retract` overwrites the rows of earlier tokens, which {_name(strategy)} needs; "
-        "use abort or in_place",
+        "use abort or in_place, or engine.resume_rows=pinned",
     )
 
 

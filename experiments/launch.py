@@ -27,7 +27,7 @@ from experiments.learner import PPOLearner
 from experiments.loop import Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
-from experiments.schema import ClockKind, Config
+from experiments.schema import ClockKind, Config, ResumeRows
 from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
@@ -230,6 +230,7 @@ def _engine(config: Config, model: PreparedModel, task: Task, clock: Clock, devi
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
         stop_ids=[task.tokenizer.eos_id],
+        resume_rows=config.engine.resume_rows,
         clock=clock,
         cost=config.schedule.cost,
         device=device,
@@ -258,6 +259,7 @@ def _rollouter(
             empty_aborts=config.schedule.max_empty_aborts,
         ),
         shape=RowShape(shape.num_hidden_layers, shape.num_experts_per_tok, shape.num_experts),
+        resume_rows=config.engine.resume_rows,
         group_size=config.algorithm.group_size,
         seed=config.seed,
         version=lambda: progress.version,
@@ -269,7 +271,9 @@ def _rollouter(
 def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: WeightHistory) -> PPOLearner:
     config = job.config
     strategy, shadow_strategies = build_strategies(config)
-    audit = AuditPlan(config.shadow.audit_limit[config.engine.dtype.value], pinned=False)
+    audit = AuditPlan(
+        config.shadow.audit_limit[config.engine.dtype.value], config.engine.resume_rows is ResumeRows.pinned
+    )
     plan = ShadowPlan(config.shadow.every, shadow_strategies, Exact(), audit)
     return PPOLearner(
         trainer=trainer,

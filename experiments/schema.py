@@ -45,6 +45,13 @@ class Pause(Enum):
     in_place = "in_place"
 
 
+class ResumeRows(Enum):
+    """Which experts a prefix goes through when it is prefilled again after a weight sync (docs/pinned_resume.md)."""
+
+    recompute = "recompute"  # those that the new weights choose, as real engines do
+    pinned = "pinned"  # those that were recorded when the position was first fed
+
+
 class TrackingMode(Enum):
     """Where W&B writes. `metrics.jsonl` and `summary.json` are always written."""
 
@@ -68,6 +75,7 @@ class EngineConfig:
     dtype: DType = MISSING
     max_running: int = MISSING  # requests decoded in one batch
     max_prefill_tokens: int = MISSING  # padded prompt tokens forwarded in one prefill
+    resume_rows: ResumeRows = MISSING
 
 
 @dataclass

@@ -70,6 +70,7 @@ def test_impossible_configurations_are_refused(overrides, message):
         ["strategy=replace", "algorithm.ratio_level=sequence"],
         ["strategy=slice_concat", "schedule.pause_mode=retract"],
         ["strategy=exact", "schedule.pause_mode=in_place"],
+        ["strategy=exact", "schedule.pause_mode=retract", "engine.resume_rows=pinned"],
         ["schedule=wall"],
         ["algorithm.old_log_prob=decoupled"],
     ],
