@@ -5,11 +5,7 @@ import pytest
 FAST = ("trainer.learning_rate=2e-3", "threads=1")
 PINNED = (*FAST, "engine.resume_rows=pinned")
 ONE_ROW = "strategy._target_=tests.integration.one_row_strategy.OneRow"
-OTHER_RULES = (
-    "shadow.every=1",
-    "+shadow.strategies.replace._target_=strategies.Replace",
-    "+shadow.strategies.slice_concat._target_=strategies.SliceConcat",
-)
+OTHER_RULES = ("shadow.every=1", "shadow.strategies=[replace,slice_concat]")
 
 
 def values(rows, key):
@@ -29,6 +25,7 @@ def test_every_position_has_one_row_and_no_rule_has_an_error(smoke_run, mode):
     assert max(values(rows, "merge/replace/abs_max") + values(rows, "merge/slice_concat/abs_max")) == 0.0
     assert max(values(rows, "gap/abs_by_lag/0")) < 1e-5
     assert max(values(rows, "merge/excluded_frac")) == 0.0
+    assert max(values(rows, "route/audit_mismatch")) == 0.0, "behind the pinned prefix the router chose itself"
     assert (
         sum(values(rows, "stale/retractions")) == 0 if mode == "abort" else sum(values(rows, "stale/retractions")) > 0
     )
