@@ -140,6 +140,9 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     yield config.threads < 0, f"`threads` must not be negative, not {config.threads}"
     yield config.checkpoint.every < 0, f"`checkpoint.every` must not be negative, not {config.checkpoint.every}"
     yield config.shadow.every < 0, f"`shadow.every` must not be negative, not {config.shadow.every}"
+    yield config.shadow.probe_every < 1, f"`shadow.probe_every` must be at least 1, not {config.shadow.probe_every}"
+    for dtype, limit in config.shadow.audit_limit.items():
+        yield not 0 <= limit <= 1, f"`shadow.audit_limit.{dtype}` must lie in [0, 1], not {limit}"
     yield config.backend.name != "local", f"`backend` must be local, not {config.backend.name}"
     yield (
         config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),

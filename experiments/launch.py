@@ -274,7 +274,7 @@ def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: 
     audit = AuditPlan(
         config.shadow.audit_limit[config.engine.dtype.value], config.engine.resume_rows is ResumeRows.pinned
     )
-    plan = ShadowPlan(config.shadow.every, shadow_strategies, Exact(), audit)
+    plan = ShadowPlan(config.shadow.every, config.shadow.probe_every, shadow_strategies, Exact(), audit)
     return PPOLearner(
         trainer=trainer,
         strategy_name=job.strategy_name,

@@ -5,7 +5,7 @@ import pytest
 FAST = ("trainer.learning_rate=2e-3", "threads=1")
 PINNED = (*FAST, "engine.resume_rows=pinned")
 ONE_ROW = "strategy._target_=tests.integration.one_row_strategy.OneRow"
-OTHER_RULES = ("shadow.every=1", "shadow.strategies=[replace,slice_concat]")
+OTHER_RULES = ("shadow.every=1", "shadow.probe_every=1", "shadow.strategies=[replace,slice_concat]")
 
 
 def values(rows, key):

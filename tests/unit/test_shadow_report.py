@@ -7,7 +7,7 @@ import pytest
 
 from experiments.generating import GeneratingScores
 from experiments.scoring import BatchScorer, merge
-from experiments.shadow import EXACT, ShadowScores
+from experiments.shadow import EXACT, Probe, ShadowScores
 from experiments.shadow_report import ShadowReport
 from strategies import Exact, LastSegment, Live, Replace
 from strategies.types import UNKNOWN_VERSION
@@ -31,7 +31,7 @@ def report(rollouts, algorithm, generating=None):
     nothing = [np.full(rollout.length, np.nan, np.float32) for rollout in rollouts]
     live = [np.zeros((rollout.length - 1, 2, 2), np.int16) for rollout in rollouts]
     margins = [np.ones((rollout.length - 1, 2), np.float32) for rollout in rollouts]
-    scores = ShadowScores(scored, GeneratingScores(generating or nothing, None), live, margins)
+    scores = ShadowScores(scored, Probe(GeneratingScores(generating or nothing, None), live, margins))
     return ShadowReport(rollouts, 2, scores, np.zeros(len(rollouts)), False, algorithm)
 
 
