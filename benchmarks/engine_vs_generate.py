@@ -28,7 +28,7 @@ from experiments.clock import VirtualClock
 from experiments.engines.base import Reply, Request
 from experiments.engines.embedded import EmbeddedEngine, EngineStats
 from experiments.qwen3_moe import build_qwen3_moe, qwen3_moe_config
-from experiments.schema import CostConfig, ModelConfig
+from experiments.schema import CostConfig, ModelConfig, ResumeRows
 
 VOCAB_SIZE = 64
 REQUESTS = 128
@@ -58,6 +58,7 @@ def run_engine(
         temperature=TEMPERATURE,
         top_p=TOP_P,
         stop_ids=[],
+        resume_rows=ResumeRows.recompute,
         clock=clock,
         cost=CostConfig(decode_step_s=1.0, prefill_token_s=0.0, update_s=0.0, sync_s=0.0),
         device=model.device,

@@ -16,7 +16,7 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.recording import FOLDER, INDEX
-from experiments.schema import ClockKind, Config, Mode, Pause, RatioLevel
+from experiments.schema import ClockKind, Config, Mode, Pause, RatioLevel, ResumeRows
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
@@ -91,20 +91,26 @@ def build_strategy(node: Any, key: str) -> MergeStrategy:
 
 
 def strategy_nodes(named: Any, key: str) -> dict[str, Any]:
-    """Returns name -> `_target_` node of a list of conf/strategy names, or of a mapping that holds nodes already.
+    """Returns name -> `_target_` node of a list whose items are names of conf/strategy files or `{name: node}`.
 
     Raises:
-        ConfigError: not a list or mapping, or no such file.
+        ConfigError: not such a list, a name twice, or no such file.
     """
-    if isinstance(named, Mapping):
-        return dict(named)
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"`{key}` must be a list of names or a mapping name: {{_target_: ...}}, not {named}")
     known = sorted(path.stem for path in STRATEGY_FILES.glob("*.yaml"))
-    unknown = [name for name in named if name not in known]
-    if unknown:
-        raise ConfigError(f"`{key}`: no conf/strategy/{unknown[0]}.yaml; there are {', '.join(known)}")
-    return {name: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{name}.yaml")) for name in named}
+    nodes: dict[str, Any] = {}
+    for item in named if isinstance(named, list) else [None]:
+        if isinstance(item, str) and item not in known:
+            raise ConfigError(f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}")
+        if isinstance(item, str):
+            found = {item: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{item}.yaml"))}
+        elif isinstance(item, Mapping) and len(item) == 1:
+            found = {str(name): node for name, node in item.items()}
+        else:
+            raise ConfigError(f"`{key}` must be a list of names and {{name: {{_target_: ...}}}}, not {named}")
+        if found.keys() & nodes.keys():
+            raise ConfigError(f"`{key}`: {next(iter(found))} is named twice")
+        nodes |= found
+    return nodes
 
 
 def build_strategies(config: Config) -> tuple[MergeStrategy, dict[str, MergeStrategy]]:
@@ -135,6 +141,9 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     yield config.threads < 0, f"`threads` must not be negative, not {config.threads}"
     yield config.checkpoint.every < 0, f"`checkpoint.every` must not be negative, not {config.checkpoint.every}"
     yield config.shadow.every < 0, f"`shadow.every` must not be negative, not {config.shadow.every}"
+    yield config.shadow.probe_every < 1, f"`shadow.probe_every` must be at least 1, not {config.shadow.probe_every}"
+    for dtype, limit in config.shadow.audit_limit.items():
+        yield not 0 <= limit <= 1, f"`shadow.audit_limit.{dtype}` must lie in [0, 1], not {limit}"
     yield config.backend.name != "local", f"`backend` must be local, not {config.backend.name}"
     yield (
         config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),
@@ -142,7 +151,7 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         "end and when interrupted",
     )
     yield (
-        "exact" in config.shadow.strategies,
+        "exact" in strategy_nodes(config.shadow.strategies, "shadow.strategies"),
         "`shadow.strategies`: exact is the reference and always scored; remove it",
     )
     yield from _mode(config)
@@ -227,9 +236,11 @@ def _schedule(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool, s
             f"`schedule.cost.{name}` must be positive on the virtual clock: events that take no time have no order",
         )
     yield (
-        s.pause_mode is Pause.retract and not strategy.single_view,
+        s.pause_mode is Pause.retract
+        and config.engine.resume_rows is ResumeRows.recompute
+        and not strategy.single_view,
         f"`schedule.pause_mode=retract` overwrites the rows of earlier tokens, which {_name(strategy)} needs; "
-        "use abort or in_place",
+        "use abort or in_place, or engine.resume_rows=pinned",
     )
 
 

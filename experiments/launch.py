@@ -29,7 +29,7 @@ from experiments.loop import Learner, Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
 from experiments.recorder import RecordingLearner, start_recording
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
-from experiments.schema import ClockKind, Config
+from experiments.schema import ClockKind, Config, ResumeRows
 from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
@@ -233,6 +233,7 @@ def _engine(config: Config, model: PreparedModel, task: Task, clock: Clock, devi
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
         stop_ids=[task.tokenizer.eos_id],
+        resume_rows=config.engine.resume_rows,
         clock=clock,
         cost=config.schedule.cost,
         device=device,
@@ -261,6 +262,7 @@ def _rollouter(
             empty_aborts=config.schedule.max_empty_aborts,
         ),
         shape=RowShape(shape.num_hidden_layers, shape.num_experts_per_tok, shape.num_experts),
+        resume_rows=config.engine.resume_rows,
         group_size=config.algorithm.group_size,
         seed=config.seed,
         version=lambda: progress.version,
@@ -272,7 +274,7 @@ def _rollouter(
 def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: WeightHistory) -> PPOLearner:
     config = job.config
     strategy, shadow_strategies = build_strategies(config)
-    plan = shadow_plan(config, config.shadow.every, shadow_strategies)
+    plan = shadow_plan(config, shadow_strategies)
     return PPOLearner(
         trainer=trainer,
         strategy_name=job.strategy_name,
@@ -284,10 +286,12 @@ def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: 
     )
 
 
-def shadow_plan(config: Config, every: int, strategies: Mapping[str, MergeStrategy]) -> ShadowPlan:
+def shadow_plan(config: Config, strategies: Mapping[str, MergeStrategy]) -> ShadowPlan:
     """Returns how the rollouts of a run with `config` are scored."""
-    audit = AuditPlan(config.shadow.audit_limit[config.engine.dtype.value], pinned=False)
-    return ShadowPlan(every, strategies, Exact(), audit)
+    audit = AuditPlan(
+        config.shadow.audit_limit[config.engine.dtype.value], config.engine.resume_rows is ResumeRows.pinned
+    )
+    return ShadowPlan(config.shadow.every, config.shadow.probe_every, strategies, Exact(), audit)
 
 
 def _recorded(

@@ -86,9 +86,9 @@ class PPOLearner:
         advantages = ppo.group_advantages(rewards, groups, self._algorithm.normalize_advantages)
         views = freeze_live_rows(self._trainer, rollouts, merge(self._strategy, rollouts))
         scorer = BatchScorer(self._trainer, rollouts)
-        needed = needs_own_scores(self._algorithm)
-        own = scorer.score({self._strategy_name: views})[self._strategy_name] if needed else None
-        scores = self._shadow.score(scorer, rollouts, {self._strategy_name: views}) if self._shadow.due(step) else None
+        own_views = {self._strategy_name: views}
+        own = scorer.score(own_views)[self._strategy_name] if needs_own_scores(self._algorithm) else None
+        scores = self._shadow.score(step, scorer, rollouts, own_views) if self._shadow.due(step) else None
         old = self._old_log_probs(rollouts, own)
         reference = self._reference_log_probs(rollouts, views)
         mini_steps = [
@@ -113,7 +113,8 @@ class PPOLearner:
         if scores is None:
             return Update(metrics, [])
         report = ShadowReport(rollouts, version, scores, advantages, decoupled, self._algorithm)
-        metrics |= report.metrics(self._strategy_name, self._shadow.live_rows(rollouts))
+        live_after = self._shadow.live_rows(rollouts) if scores.probe else None
+        metrics |= report.metrics(self._strategy_name, live_after)
         return Update(metrics, report.lines())
 
     def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:

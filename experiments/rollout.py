@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from experiments.buffer import Admission, Sample, SampleQueue
 from experiments.engines.base import Engine, Request
+from experiments.schema import ResumeRows
 from strategies.budget import call_budget
-from strategies.types import EngineCall, Rollout
+from strategies.checks import gather, row_dtype, rows_first_fed
+from strategies.types import EngineCall, Rollout, Rows
 
 
 class Problem(Protocol):
@@ -93,6 +95,18 @@ class OpenRollout:
         )
 
 
+def recorded_rows(rollout: Rollout) -> Rows | None:
+    """Returns `[m, L, K]`, the row of every position fed so far, as the call that first fed it returned it.
+
+    None before the first token. The last sampled token was not fed yet and has no row.
+
+    Raises:
+        MergeError: that call did not return the row. A later call's row is never taken instead.
+    """
+    spans = rows_first_fed(rollout)
+    return gather(rollout, spans, row_dtype(rollout)) if spans else None
+
+
 @dataclass(eq=False)
 class OpenGroup:
     """The rollouts of one problem; handed to the queue when all are finished."""
@@ -113,6 +127,7 @@ class Rollouter:
         admission: Admission,
         limits: RolloutLimits,
         shape: RowShape,
+        resume_rows: ResumeRows,
         group_size: int,
         seed: int,
         version: Callable[[], int],
@@ -125,6 +140,7 @@ class Rollouter:
         self._admission = admission
         self._limits = limits
         self._shape = shape
+        self._resume_rows = resume_rows
         self._group_size = group_size
         self._seed = seed
         self._version = version
@@ -215,8 +231,10 @@ class Rollouter:
             if budget < 1:  # spent exactly when the abort came: the rollout ends by length without another call
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
+            pinned = self._resume_rows is ResumeRows.pinned
+            rows = recorded_rows(rollout.close(self._shape)) if pinned else None
             rollout.version_sent = self._version()
-            reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed))
+            reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed, rows=rows))
             rollout.version_sent = None
             rollout.calls.append(reply.call)
             rollout.retractions += reply.retractions

@@ -52,6 +52,13 @@ class Pause(Enum):
     in_place = "in_place"
 
 
+class ResumeRows(Enum):
+    """Which experts a prefix goes through when it is prefilled again after a weight sync (docs/pinned_resume.md)."""
+
+    recompute = "recompute"  # those that the new weights choose, as real engines do
+    pinned = "pinned"  # those that were recorded when the position was first fed
+
+
 class TrackingMode(Enum):
     """Where W&B writes. `metrics.jsonl` and `summary.json` are always written."""
 
@@ -75,6 +82,7 @@ class EngineConfig:
     dtype: DType = MISSING
     max_running: int = MISSING  # requests decoded in one batch
     max_prefill_tokens: int = MISSING  # padded prompt tokens forwarded in one prefill
+    resume_rows: ResumeRows = MISSING
 
 
 @dataclass
@@ -203,7 +211,8 @@ class ShadowConfig:
     """Scoring of the same rollouts under other strategies, without training on them."""
 
     every: int = MISSING  # updates; 0: never
-    strategies: Any = MISSING  # names of conf/strategy files, or name -> _target_ node
+    strategies: Any = MISSING  # list of names of conf/strategy files, or {name: _target_ node}
+    probe_every: int = MISSING  # of the scored updates, those whose number is a multiple of this are probed too
     audit_limit: dict[str, float] = MISSING  # by engine.dtype: largest share of a request's cells
 
 
@@ -251,7 +260,7 @@ class Config:
     mode: Mode = MISSING
     record: bool = MISSING  # write all rollouts to rollouts/ in the run directory
     recording: str | None = MISSING  # mode=score: run directory with a recording
-    strategies: Any = MISSING  # mode=score: names of conf/strategy files, or name -> _target_ node; null: none
+    strategies: Any = MISSING  # mode=score: as shadow.strategies
     strategy: Any = MISSING
     backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

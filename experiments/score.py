@@ -63,7 +63,7 @@ def _score(plan: ScorePlan, model: Qwen3MoeConfig, tracker: Tracker) -> None:
     settings, temperature = plan.config.trainer, plan.config.sampling.temperature
     with MegatronTrainer(model, weights, settings=settings, temperature=temperature) as trainer:
         history = WeightHistory({})
-        shadow = ShadowScorer(trainer, shadow_plan(plan.config, 1, plan.strategies), history)
+        shadow = ShadowScorer(trainer, shadow_plan(plan.config, plan.strategies), history)
         for step in plan.steps:
             started = time.perf_counter()
             update = recording.update(step)
@@ -89,7 +89,7 @@ def _score_update(
     scorer = BatchScorer(trainer, rollouts)
     if needs_own_scores(algorithm):
         scorer.score(own)
-    scores = shadow.score(scorer, rollouts, own)
+    scores = shadow.score(update.step - 1, scorer, rollouts, own)
     decoupled = algorithm.old_log_prob is OldLogProb.decoupled
     report = ShadowReport(rollouts, update.trainer_version, scores, update.advantages, decoupled, algorithm)
     metrics = report.metrics(name, live_after=None) | shadow_metrics(report.tables[name], algorithm, name)
@@ -114,5 +114,9 @@ def _closing(plan: ScorePlan, summary: Mapping[str, Any]) -> str:
     weights = "the weights before each" if plan.version is None else f"weight version {plan.version}"
     head = f"{plan.recording.folder}: {summary['steps']} of {len(plan.steps)} updates scored under {weights}"
     decision = summary["decision"]
-    table = decision_table(decision) if decision else ["no token was scored: the rollouts have no exact rows"]
+    table = (
+        decision_table(decision)
+        if decision
+        else ["nothing to rank: only exact was scored, or no rollout has exact rows"]
+    )
     return "\n".join(["", head, "", *table, "", f"folder   {summary['folder']}"])

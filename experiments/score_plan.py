@@ -74,9 +74,8 @@ def score_plan(job: Config) -> ScorePlan:
             recording.check_weights(version)
     except RecordingError as error:
         raise check.ConfigError(f"`recording`: {error}") from error
-    nodes = check.strategy_nodes(job.strategies or [], "strategies")
-    _check_names(recording, nodes)
-    node = _merged(recording, job, nodes, steps)
+    _check_names(recording, check.strategy_nodes(job.strategies, "strategies"))
+    node = _merged(recording, job, steps)
     config = check.load(node)
     strategy, strategies = check.build_strategies(config)
     return ScorePlan(recording, node, config, strategy, strategies, steps, version)
@@ -116,7 +115,7 @@ def _check_names(recording: Recording, nodes: Mapping[str, Any]) -> None:
         )
 
 
-def _merged(recording: Recording, job: Config, nodes: Mapping[str, Any], steps: Sequence[int]) -> DictConfig:
+def _merged(recording: Recording, job: Config, steps: Sequence[int]) -> DictConfig:
     """Returns the configuration of the recorded run with what the job sets."""
     config = {
         **recording.config,
@@ -125,9 +124,9 @@ def _merged(recording: Recording, job: Config, nodes: Mapping[str, Any], steps: 
         "record": False,
         "recording": job.recording,
         "resume": None,
-        "strategies": dict(nodes),
+        "strategies": job.strategies,
         "score": {"weights": job.score.weights, "updates": job.score.updates},
-        "shadow": {**recording.config["shadow"], "every": 1, "strategies": dict(nodes)},
+        "shadow": {**recording.config["shadow"], "every": 1, "strategies": job.strategies},
         "tracking": OmegaConf.to_container(OmegaConf.structured(job.tracking), enum_to_str=True),
         "trainer": {**recording.config["trainer"], "device": job.trainer.device},
     }

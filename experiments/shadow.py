@@ -28,10 +28,11 @@ Views = list[list[ReplayView]]
 @dataclass(frozen=True)
 class ShadowPlan:
     """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact
-    views.
+    views; those of them whose number is a multiple of `probe_every` are probed too.
     """
 
     every: int
+    probe_every: int
     strategies: Mapping[str, MergeStrategy]
     exact: MergeStrategy
     audit: AuditPlan
@@ -40,6 +41,25 @@ class ShadowPlan:
         """Says whether update `step`, counted from 0, is scored."""
         return self.every > 0 and step % self.every == 0
 
+    def probes(self, step: int) -> bool:
+        """Says whether update `step`, counted from 0, is probed if it is scored."""
+        return step % self.probe_every == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Where the log-ratio comes from and whether the rows are right, for one batch; costs three more forwards.
+
+    Attributes:
+        generating: under the weights that sampled each token, with exact rows, and the audit of the rows.
+        live_rows: per rollout `[T-1, L, K]`, the trainer's own router before the update.
+        margins: per rollout float32 `[T-1, L]`, k-th minus (k+1)-th score of that router.
+    """
+
+    generating: GeneratingScores
+    live_rows: list[Rows]
+    margins: list[NDArray[np.float32]]
+
 
 @dataclass(frozen=True, eq=False)
 class ShadowScores:
@@ -47,15 +67,11 @@ class ShadowScores:
 
     Attributes:
         scored: by strategy name, its views and their log-probs; `EXACT` is always there.
-        generating: under the weights that sampled each token, with exact rows, and the audit of the rows.
-        live_rows: per rollout `[T-1, L, K]`, the trainer's own router.
-        margins: per rollout float32 `[T-1, L]`, k-th minus (k+1)-th score of that router.
+        probe: None when the update was not probed.
     """
 
     scored: Mapping[str, ScoredViews]
-    generating: GeneratingScores
-    live_rows: list[Rows]
-    margins: list[NDArray[np.float32]]
+    probe: Probe | None
 
 
 class ShadowScorer:
@@ -70,10 +86,11 @@ class ShadowScorer:
         """Says whether update `step`, counted from 0, is scored."""
         return self._plan.due(step)
 
-    def score(self, scorer: BatchScorer, rollouts: list[Rollout], own: Mapping[str, Views]) -> ShadowScores:
+    def score(self, step: int, scorer: BatchScorer, rollouts: list[Rollout], own: Mapping[str, Views]) -> ShadowScores:
         """Returns the scores of `rollouts` under the trainer's present weights.
 
         Args:
+            step: number of the update that follows, counted from 0.
             scorer: of the same rollouts; forwards that it has made already are not made again.
             own: by name, views that the run made itself.
 
@@ -81,12 +98,14 @@ class ShadowScorer:
             MergeError: a strategy lacks rows; names the rollout.
             AuditError: the engine's rows are not those of its weights; names the request.
         """
+        probe = self._probe(scorer, rollouts) if self._plan.probes(step) else None
+        return ShadowScores(scorer.score(self._views(rollouts, own)), probe)
+
+    def _probe(self, scorer: BatchScorer, rollouts: list[Rollout]) -> Probe:
         live = scorer.live()
-        rows = [score.rows for score in live if score.rows is not None]
+        rows: list[Rows] = [score.rows for score in live if score.rows is not None]
         margins = [score.margins for score in live if score.margins is not None]
-        scored = scorer.score(self._views(rollouts, own))
-        generating = score_generating(self._trainer, self._history, rollouts, self._plan.audit)
-        return ShadowScores(scored, generating, list[Rows](rows), margins)
+        return Probe(score_generating(self._trainer, self._history, rollouts, self._plan.audit), rows, margins)
 
     def live_rows(self, rollouts: Sequence[Rollout]) -> list[Rows]:
         """Returns per rollout `[T-1, L, K]`: what the trainer's own router chooses under its present weights."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.generating import GeneratingScores
 from experiments.metrics.decomposition import decompose, decomposition_metrics, rest_metrics
 from experiments.metrics.merge_error import merge_errors, merge_metrics
 from experiments.metrics.ratios import shadow_metrics
@@ -21,6 +22,7 @@ from experiments.metrics.routes import (
     audit_metrics,
     compare_rows,
     margin_metrics,
+    overlap,
 )
 from experiments.metrics.tokens import UNKNOWN_LAG, TokenTable
 from experiments.schema import AlgorithmConfig
@@ -62,11 +64,11 @@ class ShadowReport:
 
     def metrics(self, strategy: str, live_after: list[Rows] | None) -> dict[str, float]:
         """Returns merge errors and would-be ratios of every scored strategy, and for `strategy`, which must be one of
-        them, the decomposition of its log-ratio and the agreement of its routes.
+        them, the agreement of its routes and, when the batch was probed, the decomposition of its log-ratio.
 
         Args:
             strategy: the run's own.
-            live_after: the trainer's own routes after the update, per rollout; None where no update was made.
+            live_after: the trainer's own routes after the update, per rollout; None where they are not known.
         """
         out: dict[str, float] = {}
         exact = self.tables[EXACT]
@@ -76,8 +78,15 @@ class ShadowReport:
             if name != strategy:
                 out |= shadow_metrics(table, self.algorithm, name)
         out[MERGE_EXCLUDED] = float(np.mean([any(call.mixed_rows for call in r.calls) for r in self.rollouts]))
-        own = self.scores.scored[strategy]
-        out |= self._decomposition(self.tables[strategy]) | self._routes(own.views, live_after)
+        own = self.scores.scored[strategy].views
+        out |= _agreement(None, against_exact(own, self.scores.scored[EXACT].views))
+        probe = self.scores.probe
+        if probe is not None:
+            out |= self._decomposition(self.tables[strategy], probe.generating)
+            out |= audit_metrics(probe.generating.audited) | margin_metrics(probe.margins)
+            out |= _agreement("live_before", _against_live(own, probe.live_rows))
+        if live_after is not None:
+            out |= _agreement("live_after", _against_live(own, live_after))
         return {str(key): value for key, value in out.items()}
 
     def lines(self) -> list[Line]:
@@ -105,24 +114,33 @@ class ShadowReport:
             at = np.searchsorted(keys, table.rollout * stride + table.segment)
             total = np.bincount(at, weights=np.abs(merge_errors(table, exact)), minlength=len(keys))
             count = np.bincount(at, minlength=len(keys))
-            for index in np.flatnonzero(count):
-                changed = self._changed(name, int(keys[index]) // stride, int(exact.position[first[index]]))
+            counted = np.flatnonzero(count)
+            where = [(int(keys[i]) // stride, int(exact.position[first[i]])) for i in counted]
+            for index, changed in zip(counted, self._changed(name, where), strict=True):
                 lines[index]["errors"][name] = [float(total[index]), int(count[index]), changed]
         return lines
 
-    def _changed(self, name: str, owner: int, position: int) -> float:
-        """Returns the share of expert slots in which the rows of strategy `name` differ from the exact ones, over the
-        view that carries the token at `position`; live rows count as changed: the engine's were not used.
+    def _changed(self, name: str, where: Sequence[tuple[int, int]]) -> list[float]:
+        """Returns, for every (rollout, position), the share of expert slots in which the rows of strategy `name` differ
+        from the exact ones, over the view that carries that token; live rows count as changed: the engine's were not
+        used.
         """
-        mine = _view_of(self.scores.scored[name].views[owner], position)
-        exact = _view_of(self.scores.scored[EXACT].views[owner], position)
-        shared = min(mine.length, exact.length) - 1
-        agreement = compare_rows(mine.rows[:shared], exact.rows[:shared])
-        slots = exact.rows[:shared, :, 0].size * agreement.top_k
-        return float(1.0 - agreement.overlap.sum() / slots)
+        pairs = [
+            (_view_of(self.scores.scored[name].views[owner], position).rows, exact.rows)
+            for owner, position in where
+            for exact in [_view_of(self.scores.scored[EXACT].views[owner], position)]
+        ]
+        lengths = [min(len(mine), len(exact)) for mine, exact in pairs]
+        if not lengths:
+            return []
+        mine = np.concatenate([rows[:n] for (rows, _), n in zip(pairs, lengths, strict=True)])
+        exact = np.concatenate([rows[:n] for (_, rows), n in zip(pairs, lengths, strict=True)])
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
+        kept = np.add.reduceat(overlap(mine, exact).sum(axis=1), starts)
+        slots = exact[0].size * np.array(lengths)
+        return (1.0 - kept / slots).tolist()
 
-    def _decomposition(self, table: TokenTable) -> dict[str, float]:
-        generating = self.scores.generating
+    def _decomposition(self, table: TokenTable, generating: GeneratingScores) -> dict[str, float]:
         views = self.scores.scored[EXACT].views
         known = [
             [ReplayView(v.rows, v.loss_mask & ~np.isnan(values[: v.length])) for v in own]
@@ -136,17 +154,6 @@ class ShadowReport:
             out |= rest_metrics(table, self.tables[EXACT])
         return out
 
-    def _routes(self, own: Views, live_after: list[Rows] | None) -> dict[str, float]:
-        out = audit_metrics(self.scores.generating.audited) | margin_metrics(self.scores.margins)
-        for source, agreement in (
-            (None, against_exact(own, self.scores.scored[EXACT].views)),
-            ("live_before", _against_live(own, self.scores.live_rows)),
-            ("live_after", None if live_after is None else _against_live(own, live_after)),
-        ):
-            if agreement is not None:
-                out |= agreement_metrics(agreement, source)
-        return out
-
     def _table(self, scored: ScoredViews) -> TokenTable:
         return TokenTable.from_views(
             self.rollouts,
@@ -156,6 +163,10 @@ class ShadowReport:
             advantages=self.advantages,
             trainer_version=self.trainer_version,
         )
+
+
+def _agreement(source: str | None, agreement: RouteAgreement | None) -> dict[str, float]:
+    return {} if agreement is None else agreement_metrics(agreement, source)
 
 
 def _view_of(views: Sequence[ReplayView], position: int) -> ReplayView:

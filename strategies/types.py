@@ -51,7 +51,9 @@ class EngineCall:
         row_start: position of the first row (above 0: the engine sent delta rows).
         kv_kept: the prefix was not fed again: the KV cache of the call before it was kept, mixed versions and all.
         mixed_rows: the engine recomputed the prefix *inside* this call under newer weights (a retraction across
-            versions), so that older tokens are paired with newer rows; no strategy can undo it.
+            versions), so that older tokens are paired with newer rows; no strategy can undo it. False where the
+            recomputation went through the rows recorded before (`engine.resume_rows=pinned`): those are still the rows
+            that the older tokens were sampled with.
         surplus: integer `[1, L, K]`, the row of the last sampled token where the engine's convention sends one; that
             token was never fed, so only the control `naive_concat` looks at it.
     """

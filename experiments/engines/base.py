@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.types import EngineCall
+from strategies.types import EngineCall, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,9 @@ class Request:
             depends on (`sample_seed`, i) alone, not on the batch, the call or the pause, so that two runs draw alike
             until their weights differ.
         row_start: first position whose row the client wants.
+        rows: integer `[m, L, K]`, 0 <= m <= s-1: positions 0..m-1 are routed through these experts, whatever the router
+            would choose, and the reply repeats them; later positions are routed live. Cells are LIVE exactly in layers
+            without experts. None: all positions are routed live. An engine that cannot force routes refuses rows.
     """
 
     request_id: str
@@ -36,6 +39,7 @@ class Request:
     max_new_tokens: int
     sample_seed: int
     row_start: int = 0
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig
 from experiments.clock import Clock
 from experiments.engines.base import PauseMode, Reply, Request
 from experiments.engines.running_batch import Generation, RunningBatch
-from experiments.schema import CostConfig
+from experiments.schema import CostConfig, ResumeRows
 from strategies.types import EngineCall
 
 
@@ -53,9 +53,10 @@ class EngineStats:
 class EmbeddedEngine:
     """A rollout engine on transformers' Qwen3-MoE with KV cache and continuous batching (experiments/engines/base.py).
 
-    The prefix of a resumed call is routed afresh under the current weights, as real engines do. `kv_kept` is therefore
-    never set: a KV cache is only ever kept inside one call (pause mode `in_place`), whose rows are one consistent
-    matrix.
+    What is prefilled again is routed afresh under the current weights, as real engines do, unless its rows are pinned:
+    those of a request through `Request.rows`, those of a retraction through `resume_rows`. In both cases the keys and
+    values are computed anew. `kv_kept` is therefore never set: a KV cache is only ever kept inside one call (pause mode
+    `in_place`), whose rows are one consistent matrix.
 
     Args:
         config: sizes of the model; not modified.
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         max_prefill_tokens: padded tokens forwarded in one prefill; a single longer prompt is forwarded alone.
         temperature, top_p: of the distribution that is sampled from.
         stop_ids: tokens that end a request; the stop token is part of its output.
+        resume_rows: whether a retracted request is prefilled again through the rows recorded so far (`pinned`).
         clock, cost: what a step costs in virtual seconds.
         device: where the model runs.
 
@@ -82,6 +84,7 @@ class EmbeddedEngine:
         temperature: float,
         top_p: float,
         stop_ids: Sequence[int],
+        resume_rows: ResumeRows,
         clock: Clock,
         cost: CostConfig,
         device: torch.device,
@@ -100,6 +103,7 @@ class EmbeddedEngine:
         self._max_running, self._max_prefill_tokens = max_running, max_prefill_tokens
         self._vocab_size, self._max_length = config.vocab_size, config.max_position_embeddings
         self._stop_ids = frozenset(stop_ids)
+        self._resume_rows = resume_rows
         self._batch = RunningBatch(
             config,
             dtype=dtype,
@@ -157,6 +161,7 @@ class EmbeddedEngine:
                 tokens=np.asarray(request.input_ids, dtype=np.int32),
                 log_probs=np.zeros(0, dtype=np.float32),
                 versions=np.zeros(0, dtype=np.int32),
+                pinned=request.rows,
             )
         )
         self._arrivals += 1
@@ -190,6 +195,8 @@ class EmbeddedEngine:
             else:
                 for generation in running:
                     generation.retractions += 1
+                    if self._resume_rows is ResumeRows.pinned:
+                        generation.pinned = generation.rows
                 self._waiting.extendleft(reversed(running))
 
     async def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -346,3 +353,5 @@ class EmbeddedEngine:
             )
         if not 0 <= request.row_start < len(ids):
             raise ValueError(f"{name}: row_start in [0, {len(ids)}) is expected, {request.row_start} came")
+        if request.rows is not None:
+            self._batch.recorder.check_forced(request.rows, len(ids), name)

@@ -23,7 +23,7 @@ from experiments.engines.kv_cache import Placement, SlotCache
 from experiments.engines.routes import RouteRecorder
 from experiments.engines.sampling import draw, sampled_log_probs, uniforms
 from experiments.qwen3_moe import build_qwen3_moe
-from strategies.types import Rows
+from strategies.types import LIVE, Rows
 
 _CAPACITY_STEP = 64
 """Positions by which the slots grow, at least: growing copies the whole cache."""
@@ -37,10 +37,11 @@ class Generation:
         arrival: order of arrival at the engine.
         tokens: int32 `[s+n]`.
         log_probs, versions: float32 and int32 `[n]`.
+        pinned: `[m, L, K]`, m <= s+n-1: the next prefill routes positions 0..m-1 through these; None: all live.
         rows: `[s+n-1, L, K]`; None before the first prefill.
         prefill_tokens: tokens that prefills forwarded for it.
         retractions: times it was put back into the queue.
-        mixed_rows: a prefill forwarded tokens again that other weights had sampled.
+        mixed_rows: a prefill forwarded tokens again that other weights had sampled, and routed some of them live.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Generation:
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    pinned: Rows | None = None
     rows: Rows | None = None
     prefill_tokens: int = 0
     retractions: int = 0
@@ -97,7 +99,7 @@ class RunningBatch:
         self._temperature, self._top_p = temperature, top_p
         self._is_stop = np.zeros(config.vocab_size, dtype=bool)
         self._is_stop[list(stop_ids)] = True
-        self._recorder = RouteRecorder(self.model)
+        self.recorder = RouteRecorder(self.model)
         self._cache = SlotCache(config.num_hidden_layers, slots)
         self._max_capacity = config.max_position_embeddings
         self._capacity = 0
@@ -108,8 +110,8 @@ class RunningBatch:
         self._tokens = np.zeros((slots, 0), dtype=np.int32)
         self._log_probs = np.zeros((slots, 0), dtype=np.float32)
         self._versions = np.zeros((slots, 0), dtype=np.int32)
-        row_shape = (slots, 0, self._recorder.num_layers, self._recorder.top_k)
-        self._rows = torch.zeros(row_shape, dtype=self._recorder.dtype, device=device)  # [slots, capacity, L, K]
+        row_shape = (slots, 0, self.recorder.num_layers, self.recorder.top_k)
+        self._rows = torch.zeros(row_shape, dtype=self.recorder.dtype, device=device)  # [slots, capacity, L, K]
         self._slot_ids = torch.arange(slots, device=device)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -132,7 +134,13 @@ class RunningBatch:
     def prefill(self, admitted: Sequence[Generation], version: int) -> list[Generation]:
         """Lets `admitted` join: forwards all their tokens and samples one for each; returns those that are finished.
 
-        Rows of tokens that were forwarded before are overwritten, as in real engines.
+        Rows of tokens that were forwarded before are overwritten, as in real engines, unless they are pinned.
+
+        A prefill computes every key and value anew, pinned or not: what the KV cache holds is always the present
+        weights, on every position. Pinned positions keep their experts, so that the tokens sampled from here on, like
+        all before them, were sampled through the first rows of the one matrix that the request ends with. Replaying
+        that matrix under the weights of a token's version therefore gives the very distribution that it was drawn
+        from, for all versions in one forward; only the weights of different tokens differ, as they must.
         """
         first, count = self.size, len(admitted)
         lengths = np.array([len(generation.tokens) for generation in admitted])
@@ -153,7 +161,8 @@ class RunningBatch:
             positions = torch.arange(width, device=self._device).expand(count, width)
             self._cache.place(Placement(first, count, None, None, width))
             last = torch.from_numpy(lengths - 1).to(self._device)
-            logits, rows = self._forward(torch.from_numpy(ids), positions, causal[None, None], last)
+            with self.recorder.forcing(self._forced_rows(admitted, width)):
+                logits, rows = self._forward(torch.from_numpy(ids), positions, causal[None, None], last)
             self._rows[first : first + count, :width] = rows.view(count, width, *rows.shape[1:])
             return self._append(first, count, logits, version)
 
@@ -207,9 +216,20 @@ class RunningBatch:
         self._log_probs[slot, start:length] = generation.log_probs
         self._versions[slot, start:length] = generation.versions
         generation.prefill_tokens += length
-        generation.mixed_rows |= bool((generation.versions != version).any())
+        pinned = 0 if generation.pinned is None else len(generation.pinned)
+        generation.mixed_rows |= pinned < length - 1 and bool((generation.versions != version).any())
         if generation.retractions:
             self.counters.resumed_tokens += length
+
+    def _forced_rows(self, admitted: Sequence[Generation], width: int) -> torch.Tensor | None:
+        """Returns int64 `[count * S, L, K]`: pinned rows, LIVE elsewhere; None when no request has any."""
+        if all(generation.pinned is None for generation in admitted):
+            return None
+        rows = np.full((len(admitted), width, self.recorder.num_layers, self.recorder.top_k), LIVE, np.int16)
+        for own, generation in zip(rows, admitted, strict=True):
+            if generation.pinned is not None:
+                own[: len(generation.pinned)] = generation.pinned
+        return torch.from_numpy(rows).flatten(0, 1).to(self._device, torch.int64)
 
     def _leave(self, slot: int) -> Generation:
         generation, length = self._generations[slot], int(self._lengths[slot])
@@ -238,7 +258,7 @@ class RunningBatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.counters.forward_s += time.perf_counter() - started
-        return logits, self._recorder.take()
+        return logits, self.recorder.take()
 
     def _append(self, first: int, count: int, logits: torch.Tensor, version: int) -> list[Generation]:
         """Samples the next token of slots `first..first+count-1`; evicts and returns the requests that are finished."""

@@ -86,15 +86,15 @@ def compare_rows(a: Rows, b: Rows) -> RouteAgreement:
         raise ValueError(f"route agreement: expected two arrays of one shape [N, L, K], got {a.shape} and {b.shape}")
     top_k = a.shape[2]
     compared = (a[..., 0] != LIVE) & (b[..., 0] != LIVE)  # [N, L]
-    overlap = np.where(compared, _overlap(a, b), -1)  # [N, L]
-    differs = compared & (overlap != top_k)
+    shared = np.where(compared, overlap(a, b), -1)  # [N, L]
+    differs = compared & (shared != top_k)
     return RouteAgreement(
         top_k=top_k,
         cells=compared.sum(axis=0),
-        overlap=np.where(compared, overlap, 0).sum(axis=0),
-        identical=(overlap == top_k).sum(axis=0),
-        one_slot=(overlap == top_k - 1).sum(axis=0),
-        disjoint=(overlap == 0).sum(axis=0),
+        overlap=np.where(compared, shared, 0).sum(axis=0),
+        identical=(shared == top_k).sum(axis=0),
+        one_slot=(shared == top_k - 1).sum(axis=0),
+        disjoint=(shared == 0).sum(axis=0),
         positions=int(compared.any(axis=1).sum()),
         differing=int(differs.any(axis=1).sum()),
     )
@@ -200,12 +200,13 @@ def margin_metrics(margins: Sequence[NDArray[np.floating[Any]]]) -> dict[str, fl
     return {m.ROUTE_MARGIN: float(np.percentile(values, 5.0))}
 
 
-def _overlap(a: Rows, b: Rows) -> Counts:
-    """Returns int64 `[N, L]`: |A and B| through bit sets of 64 experts per word; cells with -1 are not meaningful."""
+def overlap(a: Rows, b: Rows) -> Counts:
+    """Returns int64 `[N, L]`: |A and B|, 0 where either is live; through bit sets of 64 experts per word."""
     highest = int(max(a.max(initial=0), b.max(initial=0)))
     total = np.zeros(a.shape[:2], dtype=np.int64)
     for word in range(highest // 64 + 1):
         total += np.bitwise_count(_bits(a, word) & _bits(b, word))
+    total[(a[..., 0] == LIVE) | (b[..., 0] == LIVE)] = 0
     return total
 
 

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from analysis.wandb_file import read_wandb_file
 
 # A batch of the first updates is trained on policies that differ little; these learning rates make merge errors plain.
 FAST = "trainer.learning_rate=2e-3"
+EVERY_UPDATE = ("shadow.every=1", "shadow.probe_every=1")
 
 
 def staleness(rows):
@@ -66,7 +68,7 @@ def test_merge_errors_are_where_theory_puts_them(smoke_run):
     rows = smoke_run(
         "strategy=exact",
         "trainer.learning_rate=5e-4",
-        "shadow.every=1",
+        *EVERY_UPDATE,
         "shadow.strategies=[replace,slice_concat,naive_concat]",
     ).rows
     assert max(merge_error(rows, "replace", "abs_by_segment/last")) == 0.0
@@ -75,6 +77,79 @@ def test_merge_errors_are_where_theory_puts_them(smoke_run):
     assert max(merge_error(rows, "slice_concat", "abs_by_segment/last")) > 1e-6
     mean = {name: sum(e := merge_error(rows, name)) / len(e) for name in ("replace", "slice_concat", "naive_concat")}
     assert mean["naive_concat"] > 2 * max(mean["replace"], mean["slice_concat"]), "the positive control must stand out"
+
+
+def test_shadow_scoring_changes_nothing_in_training(smoke_run):
+    """Also with several mini-steps and R2, where the run itself scores before the update."""
+    for settings in (("strategy=replace",), ("strategy=recompute", "algorithm.mini_batches=2")):
+        others = "shadow.strategies=[slice_concat,live,gated]"
+        plain = smoke_run(FAST, *settings, "shadow=off", folder=f"plain{settings[0]}")
+        scored = smoke_run(FAST, *settings, *EVERY_UPDATE, others, folder=f"scored{settings[0]}")
+        assert all("merge/live/abs" in row for row in scored.rows)
+        without = [{k: row[k] for k in mine} for row, mine in zip(scored.rows, plain.rows, strict=True)]
+        assert json.dumps(without) == json.dumps(plain.rows)
+        assert not (plain.folder / "merge_errors.jsonl").exists()
+
+
+def test_the_log_ratio_splits_into_staleness_merge_error_and_engine_mismatch(smoke_run):
+    rows = smoke_run("strategy=replace", FAST, *EVERY_UPDATE).rows
+    assert max(row["decomp/residual_max"] for row in rows) < 1e-6
+    assert min(row["decomp/coverage"] for row in rows) == 1.0
+    assert max(row["decomp/engine_abs"] for row in rows) < 1e-5, "fp32 on both sides"
+    late = rows[3:]
+    assert min(row["decomp/stale_abs"] for row in late) > 1e-3
+    for row in rows:
+        squares = sum(row[f"decomp/{part}_sq"] for part in ("stale", "merge", "engine"))
+        crossed = sum(row[f"decomp/cov_{pair}"] for pair in ("stale_merge", "stale_engine", "merge_engine"))
+        assert abs(squares + 2 * crossed - row["gap/sq"]) < 1e-9
+        assert row["decomp/merge_abs"] == pytest.approx(row["merge/replace/abs"], abs=1e-12)
+    assert max(row["decomp/weights_kept"] for row in rows) <= 1 + max(row["stale/age_max"] for row in rows) + 1
+
+
+def test_the_engines_rows_are_audited_and_wrong_ones_stop_the_run(smoke_run, capsys, monkeypatch):
+    rows = smoke_run("strategy=slice_concat", FAST, *EVERY_UPDATE, folder="right").rows
+    assert max(row["route/audit_mismatch"] for row in rows) == 0.0
+    from experiments.engines.running_batch import RunningBatch
+
+    leave = RunningBatch._leave
+
+    def leave_with_shifted_rows(self, slot):
+        generation = leave(self, slot)
+        generation.rows = np.roll(generation.rows, 1, axis=0)
+        return generation
+
+    monkeypatch.setattr(RunningBatch, "_leave", leave_with_shifted_rows)
+    run = smoke_run("strategy=slice_concat", FAST, *EVERY_UPDATE, folder="wrong")
+    assert run.code == 1
+    assert "AuditError: request r" in capsys.readouterr().err
+    unaudited = smoke_run("strategy=slice_concat", FAST, "shadow=off", folder="unaudited")
+    assert unaudited.code == 0, "nothing else sees it"
+
+
+def test_route_agreement_with_the_live_router_before_and_after_the_update(smoke_run):
+    row = smoke_run("strategy=live", FAST, *EVERY_UPDATE).rows[-1]
+    assert "route/overlap_by_source/live_before" not in row, "live rows are not compared with themselves"
+    row = smoke_run("strategy=slice_concat", FAST, *EVERY_UPDATE, folder="b").rows[-1]
+    assert 0.5 < row["route/overlap_by_source/live_after"] < row["route/overlap_by_source/live_before"] < 1.0
+    assert row["route/margin_p5"] > 0
+
+
+def test_the_run_ranks_the_rules_that_it_scored(smoke_run, capsys):
+    run = smoke_run(
+        "strategy=exact",
+        FAST,
+        *EVERY_UPDATE,
+        "shadow.strategies=[naive_concat,slice_concat]",
+    )
+    decision = run.summary["decision"]
+    assert [entry["strategy"] for entry in decision["ranking"]] == ["slice_concat", "naive_concat"]
+    assert "slice_concat errs least" in decision["verdict"]
+    assert decision["verdict"] in capsys.readouterr().out
+    lines = [json.loads(line) for line in (run.folder / "merge_errors.jsonl").read_text().splitlines()]
+    for name in ("slice_concat", "naive_concat"):
+        own = [line["errors"][name] for line in lines if line["step"] == 8]
+        assert sum(e[0] for e in own) / sum(e[1] for e in own) == pytest.approx(run.rows[-1][f"merge/{name}/abs"])
+    assert all(line["errors"]["slice_concat"][2] == 0.0 for line in lines if line["segment"] == 0)
 
 
 def test_replay_runs_on_every_cell_and_live_on_none(smoke_run):

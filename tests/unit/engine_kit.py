@@ -15,7 +15,7 @@ from experiments.engines.base import PauseMode, Reply, Request
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.sampling import sampled_log_probs
 from experiments.qwen3_moe import build_qwen3_moe
-from experiments.schema import CostConfig
+from experiments.schema import CostConfig, ResumeRows
 
 CPU = torch.device("cpu")
 VOCAB = 32
@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "temperature": 0.8,
     "top_p": 1.0,
     "stop_ids": (),
+    "resume_rows": ResumeRows.recompute,
     "cost": CostConfig(decode_step_s=1.0, prefill_token_s=0.125, update_s=0.0, sync_s=0.0),
     "device": CPU,
 }

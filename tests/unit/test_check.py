@@ -41,7 +41,8 @@ def refusal(*overrides):
         (["model.checkpoint=nowhere"], "`model.checkpoint` must be a Hugging Face folder"),
         (["shadow.strategies=[exact]"], "exact is the reference"),
         (["shadow.strategies=[replace,mine]"], "no conf/strategy/mine.yaml; there are exact, gated,"),
-        (["shadow.strategies=replace"], "must be a list of names or a mapping"),
+        (["shadow.strategies=replace"], "must be a list of names and"),
+        (["shadow.strategies=[replace,replace]"], "replace is named twice"),
         (["model.num_experts_per_tok=17"], "`model.num_experts_per_tok` 17 is above `model.num_experts` 16"),
         (["model.num_key_value_heads=3"], "does not divide `model.num_attention_heads`"),
         (["model.head_dim=31"], "`model.head_dim` must be even"),
@@ -69,6 +70,7 @@ def test_impossible_configurations_are_refused(overrides, message):
         ["strategy=replace", "algorithm.ratio_level=sequence"],
         ["strategy=slice_concat", "schedule.pause_mode=retract"],
         ["strategy=exact", "schedule.pause_mode=in_place"],
+        ["strategy=exact", "schedule.pause_mode=retract", "engine.resume_rows=pinned"],
         ["schedule=wall"],
         ["algorithm.old_log_prob=decoupled"],
     ],
@@ -80,4 +82,4 @@ def test_possible_configurations_pass(overrides):
 
 
 def test_shadow_strategies_are_built_and_checked_too():
-    assert "`shadow.strategies.mine`: cannot build" in refusal("shadow.strategies={mine:{_target_:nowhere.Strategy}}")
+    assert "`shadow.strategies.mine`: cannot build" in refusal("shadow.strategies=[{mine:{_target_:nowhere.Strategy}}]")

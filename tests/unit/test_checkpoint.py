@@ -82,6 +82,6 @@ def test_what_is_not_a_checkpoint_is_refused_with_its_path(tmp_path, content):
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, {})
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
-    with pytest.raises(checkpoint.CheckpointError, match="has format 1, expected 2"):
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    with pytest.raises(checkpoint.CheckpointError, match="has format 2, expected 3"):
         checkpoint.load(tmp_path)

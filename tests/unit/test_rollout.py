@@ -10,6 +10,8 @@ from experiments.buffer import Admission, Interrupted, SampleQueue
 from experiments.clock import VirtualClock
 from experiments.engines.base import Reply
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
+from experiments.schema import ResumeRows
+from strategies import SliceConcat
 from strategies.types import EngineCall
 
 L, K, E = 2, 2, 8
@@ -33,15 +35,15 @@ class Problems:
 class ScriptedEngine:
     """Answers each call of a rollout from a script of (new tokens, finish); records the requests."""
 
-    def __init__(self, clock, script):
-        self.clock, self.script, self.requests = clock, script, []
+    def __init__(self, clock, script, rows):
+        self.clock, self.script, self.rows, self.requests = clock, script, rows, []
 
     async def generate(self, request):
         self.requests.append(request)
         await asyncio.sleep(0.1)
         rollout, call = request.request_id.split(".")
         n, finish = self.script(rollout, int(call), request)
-        rows = np.zeros((len(request.input_ids) + n - 1, L, K), np.int16) if n else None
+        rows = self.rows(int(call), len(request.input_ids) + n - 1) if n else None
         call = EngineCall(
             request.request_id,
             len(request.input_ids),
@@ -54,24 +56,55 @@ class ScriptedEngine:
         return Reply(call, prefill_tokens=len(request.input_ids))
 
 
-def collect(script, *, groups, group_size=2, response=6, context=64, limit=100, empty_aborts=3):
+def rollouter_with(open_groups, **parts):
+    """Returns a rollouter of `open_groups`; parts that are not given are never reached."""
+    unused = {"engine": None, "queue": None, "admission": None, "limits": None}
+    given = unused | {"group_size": 2, "resume_rows": ResumeRows.recompute} | parts
+    return Rollouter(
+        **given,
+        problems=Problems(),
+        shape=RowShape(L, K, E),
+        seed=0,
+        version=lambda: 0,
+        open_groups=open_groups,
+        next_problem=0,
+    )
+
+
+def zero_rows(call, count):
+    return np.zeros((count, L, K), np.int16)
+
+
+def stamped_rows(call, count):
+    """Row i of call k holds 100 k + i everywhere."""
+    return np.broadcast_to(100 * call + np.arange(count, dtype=np.int16)[:, None, None], (count, L, K))
+
+
+def collect(
+    script,
+    *,
+    groups,
+    group_size=2,
+    response=6,
+    context=64,
+    limit=100,
+    empty_aborts=3,
+    resume_rows=ResumeRows.recompute,
+    rows=zero_rows,
+):
     clock = VirtualClock()
-    engine = ScriptedEngine(clock, script)
+    engine = ScriptedEngine(clock, script, rows)
 
     async def main():
         queue, admission = SampleQueue([]), Admission(limit)
-        rollouter = Rollouter(
+        rollouter = rollouter_with(
+            [],
             engine=engine,
-            problems=Problems(),
             queue=queue,
             admission=admission,
             limits=RolloutLimits(response, context, empty_aborts),
-            shape=RowShape(L, K, E),
+            resume_rows=resume_rows,
             group_size=group_size,
-            seed=0,
-            version=lambda: 0,
-            open_groups=[],
-            next_problem=0,
         )
         task = asyncio.create_task(rollouter.run())
         take = asyncio.create_task(queue.take(groups))
@@ -97,6 +130,46 @@ def test_an_aborted_rollout_is_sent_again_with_its_tokens_and_a_smaller_budget()
     assert len({q.sample_seed for q in sent}) == 1, "a resumed rollout continues its own random stream"
 
 
+def test_a_pinned_resume_sends_the_row_of_every_position_from_the_call_that_first_fed_it():
+    """Call 1 generates nothing and contributes nothing; the last sampled token has no row yet."""
+    script = [(2, "abort"), (0, "abort"), (3, "abort"), (1, "stop")]
+    samples, _, engine = collect(
+        lambda r, c, q: script[c], groups=1, limit=2, resume_rows=ResumeRows.pinned, rows=stamped_rows
+    )
+    sent = [q.rows for q in engine.requests if q.request_id.startswith("r0.")]
+    assert sent[0] is None
+    assert [len(rows) for rows in sent[1:]] == [4, 4, 7]
+    assert sent[1][:, 0, 0].tolist() == sent[2][:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert sent[3][:, 0, 0].tolist() == [0, 1, 2, 3, 204, 205, 206]
+    (view,) = SliceConcat()(samples[0].rollout)
+    np.testing.assert_array_equal(view.rows[:7], sent[3], err_msg="the rule whose rows the trainer replays")
+
+
+def test_a_recomputing_resume_sends_no_rows():
+    _, _, engine = collect(lambda r, c, q: [(2, "abort"), (1, "stop")][c], groups=1, limit=2)
+    assert all(q.rows is None for q in engine.requests)
+
+
+def test_a_pinned_resume_without_recorded_rows_is_an_error():
+    with pytest.raises(BaseExceptionGroup) as caught:
+        collect(
+            lambda r, c, q: [(2, "abort"), (1, "stop")][c],
+            groups=1,
+            limit=2,
+            resume_rows=ResumeRows.pinned,
+            rows=lambda call, count: None,
+        )
+    assert "call 0 (request r0.0): rows of positions 0..3 expected, the call returned no rows" in str(
+        leaf(caught.value)
+    )
+
+
+def leaf(error):
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def test_a_budget_spent_at_the_abort_ends_the_rollout_without_another_call():
     samples, _, engine = collect(lambda r, c, q: (6, "abort"), groups=1, limit=2)
     assert len(samples[0].rollout.calls) == 1
@@ -113,10 +186,7 @@ def test_empty_aborts_are_recorded_and_bounded():
     assert [call.new_tokens for call in samples[0].rollout.calls] == [0, 0, 0, 2]
     with pytest.raises(BaseExceptionGroup) as caught:
         collect(lambda r, c, q: (0, "abort"), groups=1, limit=2)
-    error = caught.value
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert "request r0.3: 4 aborts in a row without a token" in str(error)
+    assert "request r0.3: 4 aborts in a row without a token" in str(leaf(caught.value))
 
 
 def test_admission_stops_at_the_staleness_limit_and_reopens_at_a_sync():

@@ -26,9 +26,9 @@ def test_model_and_trainer_come_from_the_recording_and_tracking_from_the_job(tmp
     assert (made.steps, made.version) == ([1, 2, 3, 4], None)
 
 
-def test_a_mapping_of_targets_names_a_users_own_rules(tmp_path):
+def test_a_users_own_rule_is_named_with_its_class(tmp_path):
     record(tmp_path)
-    made = plan(tmp_path, "strategies={mine: {_target_: strategies.SliceConcat}}")
+    made = plan(tmp_path, "strategies=[{mine:{_target_:strategies.SliceConcat}}]")
     assert isinstance(made.strategies["mine"], SliceConcat)
 
 
@@ -48,8 +48,8 @@ def test_updates_are_scored_once_each_and_in_order(tmp_path):
     [
         (["strategies=[no_such]"], r"`strategies`: no conf/strategy/no_such\.yaml"),
         (["strategies=[exact]"], "exact is the reference and always scored"),
-        (["strategies={replace: {_target_: strategies.Exact}}"], "is always scored, give the other one another name"),
-        (["strategies={mine: {_target_: nowhere.Rule}}"], r"cannot build nowhere\.Rule"),
+        (["strategies=[{replace:{_target_:strategies.Exact}}]"], "is always scored, give the other one another name"),
+        (["strategies=[{mine:{_target_:nowhere.Rule}}]"], r"cannot build nowhere\.Rule"),
         (["score.weights=9"], r"or a weight version of the recording \(0, 1, 2, 3\), not 9"),
         (["score.weights=oldest"], "must be trainer, newest or a weight version"),
         (["score.updates=[2,7]"], r"the recording has updates 1 to 4, not \[7\]"),
