@@ -9,7 +9,7 @@ from experiments.recording import read_recording
 from tests.conftest import compose
 
 FAST = ("trainer.learning_rate=2e-3", "threads=1")
-SHADOWS = "[slice_concat,naive_concat,recompute]"
+SHADOWS = "[replace,slice_concat,naive_concat,recompute]"
 
 
 def score_recording(run, folder, *overrides):
@@ -31,6 +31,7 @@ def lines(folder, name):
         ["strategy=replace"],
         ["strategy=recompute", "schedule.sync_interval=2", "shadow.every=1"],
         ["strategy=replace", "algorithm.old_log_prob=decoupled", "algorithm.mini_batches=2"],
+        ["strategy=slice_concat", "engine.resume_rows=pinned"],
     ],
     ids=" ".join,
 )
