@@ -54,7 +54,7 @@ class ScriptedEngine:
         return Reply(call, prefill_tokens=len(request.input_ids))
 
 
-def collect(script, *, groups, group_size=2, response=6, context=64, limit=100, empty_aborts=3):
+def collect(script, *, groups, group_size=2, response=6, context=64, limit=100, empty_aborts=3, delta_rows=False):
     clock = VirtualClock()
     engine = ScriptedEngine(clock, script)
 
@@ -72,6 +72,7 @@ def collect(script, *, groups, group_size=2, response=6, context=64, limit=100, 
             version=lambda: 0,
             open_groups=[],
             next_problem=0,
+            delta_rows=delta_rows,
         )
         task = asyncio.create_task(rollouter.run())
         take = asyncio.create_task(queue.take(groups))
@@ -153,3 +154,11 @@ def test_an_interrupted_queue_wakes_the_trainer():
             await take
 
     VirtualClock().run_loop(main())
+
+
+def test_with_delta_rows_a_call_asks_from_the_first_row_on_that_is_not_known():
+    script = [(2, "abort"), (0, "abort"), (1, "abort"), (1, "stop")]  # 3 prompt tokens; the empty call sends no rows
+    _, _, engine = collect(lambda r, c, q: script[c], groups=1, limit=2, delta_rows=True)
+    assert [q.row_start for q in engine.requests if q.request_id.startswith("r0.")] == [0, 4, 4, 5]
+    _, _, engine = collect(lambda r, c, q: script[c], groups=1, limit=2)
+    assert {q.row_start for q in engine.requests} == {0}
