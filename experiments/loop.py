@@ -118,6 +118,7 @@ class Loop:
         if self._published is None:
             self._published = self._trainer.weights()
         await self._engine.start(self._published, self.progress.version)
+        self._stopwatch.begin()
         try:
             rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
             updates = asyncio.create_task(self._train(), name="trainer")

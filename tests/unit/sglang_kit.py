@@ -32,7 +32,7 @@ class LoopbackServer(ThreadingHTTPServer):
             a JSON body.
         settings: of /server_info.
         calls: paths that were asked for, in order; `bodies`: of /generate.
-        held: tensors of the last update.
+        held, config: tensors and configuration of the last update.
     """
 
     daemon_threads = True
@@ -50,6 +50,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.held: dict[str, np.ndarray] = {}
+        self.config: dict[str, Any] = {}
         self.most_under_way = self.under_way = 0
 
     @property
@@ -115,6 +116,7 @@ class LoopbackServer(ThreadingHTTPServer):
     def update(self, body: dict[str, Any]) -> dict[str, Any]:
         """Takes the weights of a folder."""
         self.held = dict(load_file(Path(body["model_path"]) / "model.safetensors"))
+        self.config = json.loads((Path(body["model_path"]) / "config.json").read_text())
         self.version = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights."}
 

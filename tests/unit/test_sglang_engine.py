@@ -125,6 +125,7 @@ def test_a_server_by_url_gets_the_weights_in_hub_layout_and_their_version(tmp_pa
     down = WEIGHTS["model.layers.1.mlp.experts.down_proj"][3].numpy()
     assert np.array_equal(server.held[f"{expert}.down_proj.weight"], down)
     assert np.array_equal(server.held["lm_head.weight"], WEIGHTS["lm_head.weight"].numpy())
+    assert (server.config["architectures"], server.config["dtype"]) == (["Qwen3MoeForCausalLM"], "float32")
 
 
 def test_a_reply_becomes_a_call(tmp_path, server):

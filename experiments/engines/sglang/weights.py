@@ -5,6 +5,7 @@ transformers keeps all experts of a layer in one tensor; checkpoints on the hub,
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 PREFIX = "routemerge-weights-"
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,7 +55,9 @@ class Publisher:
     def __init__(self, config: Qwen3MoeConfig, dtype: torch.dtype, parent: Path | None):
         if parent is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        self._config, self._dtype, self._parent = config, dtype, parent
+        self._config, self._dtype, self._parent = copy.deepcopy(config), dtype, parent
+        self._config.architectures = [Qwen3MoeForCausalLM.__name__]  # a configuration built from sizes names none
+        self._config.dtype = dtype
         self._folder: Path | None = None
         self._versions: list[Path] = []
 
