@@ -23,7 +23,7 @@ from experiments.engines.sglang.weights import Publisher
 from strategies.types import EngineCall, Rollout
 from tests.unit.engine_kit import SETTINGS, SIZES, after_a_step, model_of, one_thread
 
-VOCAB = 55
+VOCAB = 114  # of the tokenizer of experiment=smoke, so that whole runs can use the same server
 MODEL = SIZES | {"vocab_size": VOCAB}
 CONFIG = Qwen3MoeConfig.from_dict(MODEL)
 TEMPERATURE = 0.8

@@ -44,7 +44,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self.paused = False
         self.aborted = 0
         self.retracted = 0
-        self.top_k = TOP_K
+        self.layers, self.top_k = LAYERS, TOP_K
         self.faults: dict[str, list[Any]] = {}
         self.settings: dict[str, Any] = {"enable_return_routed_experts": True, "disable_radix_cache": True}
         self.calls: list[str] = []
@@ -91,7 +91,7 @@ class LoopbackServer(ThreadingHTTPServer):
         s, n = len(body["input_ids"]), len(versions)
         positions = np.arange(body["routed_experts_start_len"], max(s + n - 1, 0))
         rows = (positions[:, None, None] + np.arange(self.top_k)) % EXPERTS
-        rows = np.broadcast_to(rows, (len(positions), LAYERS, self.top_k))
+        rows = np.broadcast_to(rows, (len(positions), self.layers, self.top_k))
         edges = [0, *(i for i in range(1, n) if versions[i] != versions[i - 1]), n]
         spans = [
             {"version": versions[start] if n else self.version, "start": start, "end": end}
