@@ -63,7 +63,9 @@ def read_run(folder: Path) -> Run:
         ValueError: a file is missing, cannot be read or is empty; the message names it and says what to do.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: expected the directory of a run, found {'a file' if folder.exists() else 'nothing'}")
+        raise ValueError(
+            f"{folder}: expected the directory of a run, found {'a file' if folder.exists() else 'nothing'}"
+        )
     summary = _json(folder / "summary.json", _text(folder / "summary.json"))
     config = _config(folder / ".hydra" / "config.yaml")
     path = folder / "merge_errors.jsonl"
@@ -72,7 +74,9 @@ def read_run(folder: Path) -> Run:
     rows = list(_segment_rows(path))
     missing = [key for key in ("status", "metrics", "decision", "steps", "strategy") if key not in summary]
     if missing:
-        raise ValueError(f"{folder / 'summary.json'}: no {', '.join(map(repr, missing))}: not a summary of this project")
+        raise ValueError(
+            f"{folder / 'summary.json'}: no {', '.join(map(repr, missing))}: not a summary of this project"
+        )
     if summary["status"] == "completed" and not (rows and summary["decision"]):
         raise ValueError(f"{path}: no merge errors; the run scored no strategy (shadow.strategies) or no rollout")
     return Run(folder, config, summary, pd.DataFrame(rows, columns=list(SEGMENT_COLUMNS)))

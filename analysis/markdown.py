@@ -41,7 +41,9 @@ def fill(document: str, tables: Mapping[str, str]) -> str:
     """
     opened, places = _OPEN.findall(document), [match["name"] for match in _PLACE.finditer(document)]
     if opened != places:
-        raise ValueError(f"a place has no '<!-- end -->' before the next one; places opened: {opened}, closed: {places}")
+        raise ValueError(
+            f"a place has no '<!-- end -->' before the next one; places opened: {opened}, closed: {places}"
+        )
     if not places:
         raise ValueError(f"no '<!-- table: NAME -->' found; known names: {', '.join(tables)}")
     unknown = [name for name in places if name not in tables]

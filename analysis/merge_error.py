@@ -41,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("merge-error", help="figures and tables of docs/merge_error.md", description=__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN_DIR",
-        help="run directories; the first and its repetitions with other seeds make the figures, and runs that differ from "
+        help="run directories; the first and its repetitions with other seeds make the figures; runs that differ from "
         "it in learning rate, pause mode or resumed rows are compared with it",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="folder for SVG and CSV")
@@ -106,12 +106,16 @@ def _ranking_text(frame: pd.DataFrame) -> str:
     """Returns run after run, each in its own order: `below the next` speaks of the next row."""
     rows = [
         [
-            row.strategy, str(row.seed), markdown.interval(row.mean, row.low, row.high),
-            f"{row.loss_frac:.0%}", "-" if row.better_than_next != row.better_than_next else f"{row.better_than_next:.1%}",
+            row["strategy"], str(row["seed"]), markdown.interval(row["mean"], row["low"], row["high"]),
+            f"{row['loss_frac']:.0%}", _share(row["better_than_next"]),
         ]
-        for row in frame.sort_values(["seed", "mean"], kind="stable").itertuples()
+        for row in frame.sort_values(["seed", "mean"], kind="stable").to_dict("records")
     ]  # fmt: skip
     return markdown.table(["strategy", "seed", "mean |merge error|, nats", "share of tokens", "below the next"], rows)
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if value == value else "-"
 
 
 def _bucket_text(frame: pd.DataFrame) -> str:

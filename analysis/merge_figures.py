@@ -21,17 +21,19 @@ def ranking(frame: pd.DataFrame) -> Figure:
     strategies = list(frame["strategy"].cat.categories)
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.32 * len(strategies)))
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.2, right=0.97, bottom=0.55 / figure.get_figheight(), top=1 - 0.4 / figure.get_figheight())
+    figure.subplots_adjust(
+        left=0.2, right=0.97, bottom=0.55 / figure.get_figheight(), top=1 - 0.4 / figure.get_figheight()
+    )
     seeds = sorted(frame["seed"].unique())
-    for row in frame.itertuples():
-        offset = (seeds.index(row.seed) - (len(seeds) - 1) / 2) * min(0.18, 0.7 / len(seeds))
-        y = len(strategies) - 1 - strategies.index(row.strategy) - offset
-        axes.plot([row.low, row.high], [y, y], color=style.INK, linewidth=1.1)
-        axes.plot([row.mean], [y], linestyle="none", **style.style(row.strategy))
+    for row in frame.to_dict("records"):
+        offset = (seeds.index(row["seed"]) - (len(seeds) - 1) / 2) * min(0.18, 0.7 / len(seeds))
+        y = len(strategies) - 1 - strategies.index(row["strategy"]) - offset
+        axes.plot([row["low"], row["high"]], [y, y], color=style.INK, linewidth=1.1)
+        axes.plot([row["mean"]], [y], linestyle="none", **style.style(row["strategy"]))
     axes.set_yticks(range(len(strategies)), reversed(strategies))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-0.6, len(strategies) - 0.4)
-    style.error_scale(axes, "x", _values(frame))
+    style.error_scale(axes, "x", frame["mean"], frame["high"])
     axes.set_xlabel(MERGE_ERROR)
     axes.set_title("How far each merge rule is from the exact rows")
     return figure
@@ -79,7 +81,9 @@ def by_boundary(frame: pd.DataFrame) -> Figure:
     if after and present.index(after[0]) > 0:
         x = present.index(after[0]) - 0.5
         axes.axvline(x, color=style.INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.annotate("resume", (x, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -8), textcoords="offset points")
+        axes.annotate(
+            "resume", (x, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -8), textcoords="offset points"
+        )
     return figure
 
 
@@ -91,7 +95,7 @@ def by_learning_rate(frame: pd.DataFrame) -> Figure:
     rates = sorted(frame["learning_rate"].unique())
     upper.set_xscale("log")
     upper.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
-    style.error_scale(upper, "y", _values(frame))
+    style.error_scale(upper, "y", frame["mean"], frame["high"])
     ends = []
     for strategy, own in frame.groupby("strategy", sort=True):
         mean = own.groupby("learning_rate")["mean"].mean()
@@ -104,7 +108,7 @@ def by_learning_rate(frame: pd.DataFrame) -> Figure:
     upper.set_ylabel(MERGE_ERROR)
     upper.set_title("Merge error and route churn by learning rate")
     churn = frame.drop_duplicates(["learning_rate", "seed"]).dropna(subset=["churn"])
-    style.error_scale(lower, "y", list(churn["churn"]))
+    style.error_scale(lower, "y", churn["churn"], ())
     lower.plot(churn["learning_rate"], churn["churn"], linestyle="none", marker="o", markersize=3.0, color=style.INK)
     mean = churn.groupby("learning_rate")["churn"].mean()
     lower.plot(mean.index, mean.to_numpy(), linewidth=1.1, color=style.INK)
@@ -130,7 +134,7 @@ def _categories(axes: Axes, frame: pd.DataFrame, present: list[str], joined: lis
     axes.set_xticks(range(len(present)), present)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.5, len(present) - 0.5)
-    style.error_scale(axes, "y", _values(frame))
+    style.error_scale(axes, "y", frame["mean"], frame.get("high", ()))
     strategies = sorted(frame["strategy"].unique())
     ends = []
     for place, strategy in enumerate(strategies):
@@ -148,8 +152,3 @@ def _categories(axes: Axes, frame: pd.DataFrame, present: list[str], joined: lis
 
 def _present(frame: pd.DataFrame) -> list[str]:
     return [name for name in frame["bucket"].cat.categories if (frame["bucket"] == name).any()]
-
-
-def _values(frame: pd.DataFrame) -> list[float]:
-    columns = [name for name in ("mean", "low", "high") if name in frame]
-    return frame[columns].to_numpy(np.float64).ravel().tolist()

@@ -21,7 +21,16 @@ PAUSE_MODE = "schedule.pause_mode"
 RESUME_ROWS = "engine.resume_rows"
 
 # Runs that differ in these only are repetitions of one experiment.
-_REPETITION = ("seed", "experiment_name", "tracking", "resume", "threads", "checkpoint", "shadow", "task.warm_start.cache_dir")
+_REPETITION = (
+    "seed",
+    "experiment_name",
+    "tracking",
+    "resume",
+    "threads",
+    "checkpoint",
+    "shadow",
+    "task.warm_start.cache_dir",
+)
 
 PARTS = ("first", "middle", "last", "only")
 LAGS = ("0", "1", "2", "3-4", "5+")
@@ -86,7 +95,9 @@ class Study:
             if different <= {PAUSE_MODE, RESUME_ROWS}:
                 modes.append(run)
             if run not in rates and run not in modes:
-                notes.append(f"left out: {run.folder}: differs from {reference.folder} in {', '.join(sorted(different))}")
+                notes.append(
+                    f"left out: {run.folder}: differs from {reference.folder} in {', '.join(sorted(different))}"
+                )
         return cls(
             tuple(main),
             tuple(rates) if len(rates) > len(main) else (),
@@ -119,8 +130,8 @@ def by_segment(study: Study) -> pd.DataFrame | Absent:
 
 
 def by_span(study: Study) -> pd.DataFrame | Absent:
-    """Returns the mean |merge error| by `strategy` and `bucket` (LAGS): weight versions between the oldest and the newest
-    segment of the rollout, over interrupted rollouts; with interval.
+    """Returns the mean |merge error| by `strategy` and `bucket` (LAGS): weight versions between the oldest and the
+    newest segment of the rollout, over interrupted rollouts; with interval.
     """
     segments = _segments(study.main)
     segments = segments[segments["part"] != "only"]
@@ -134,7 +145,8 @@ def by_span(study: Study) -> pd.DataFrame | Absent:
 
 
 def by_lag(study: Study) -> pd.DataFrame | Absent:
-    """Returns the mean |merge error| by `strategy` and `bucket` (LAGS) of the segment's mean version lag, with interval.
+    """Returns the mean |merge error| by `strategy` and `bucket` (LAGS) of the segment's mean version lag, with
+    interval.
 
     A segment whose tokens have several versions is in the bucket of their mean, rounded.
     """
@@ -209,8 +221,8 @@ def by_mode(study: Study) -> pd.DataFrame | Absent:
 
 
 def runs(study: Study) -> pd.DataFrame:
-    """Returns one row per run used: `strategy` (trained with), `seed`, what it differs in, `updates`, `commit` (`+`: with
-    uncommitted changes) and `command`.
+    """Returns one row per run used: `strategy` (trained with), `seed`, what it differs in, `updates`, `commit` (`+`:
+    with uncommitted changes) and `command`.
     """
     return pd.DataFrame(
         {

@@ -1,4 +1,7 @@
-"""Means with intervals. Tokens of one rollout share its interruptions and its rows: the rollout is the unit, not the token."""
+"""Means with intervals.
+
+Tokens of one rollout share its interruptions and its rows: the rollout is the unit, not the token.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """How every figure looks: one colour and marker per strategy everywhere, labels beside the lines, a zero that is shown.
 
-Merge errors span decades and are exactly zero where a rule is exact: axes are logarithmic down to the lowest decade, and
-linear from there to 0.
+Merge errors span decades and are exactly zero where a rule is exact: axes are logarithmic down to the lowest decade,
+and linear from there to 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ _STYLES: dict[str, tuple[str, str]] = {
     "exact": ("#000000", "d"),
 }
 _OTHER = ("#7F7F7F", "p")
+_MARKER_SIZES = {"X": 6.5, "P": 6.5, "*": 9.0}
 INK = "#222222"
 FAINT = "#DDDDDD"
 _LABEL_PITCH_PT = 10.5
 _DECADES = 5  # shown at most; smaller values are rounding, and lie between 0 and the lowest decade
 _ZERO_SHARE = 0.45  # of a decade, for the part from 0 to the lowest decade
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {
     "svg.hashsalt": "routemerge",  # equal numbers, equal bytes
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -68,29 +69,30 @@ def style(strategy: str) -> dict[str, Any]:
     return {
         "color": colour,
         "marker": marker,
-        "markersize": 6.0 if marker in "X*P" else 5.0,
+        "markersize": _MARKER_SIZES.get(marker, 5.0),
         "markeredgecolor": "white",
         "markeredgewidth": 0.6,
     }
 
 
-def error_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Scales axis `which` (`x` or `y`) of `axes` for the merge errors `values`: 0 at its end, then decades."""
-    finite = np.asarray(values, dtype=np.float64)
-    positive = finite[np.isfinite(finite) & (finite > 0)]
+def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[float]) -> None:
+    """Scales axis `which` (`x` or `y`) of `axes`: 0 at its end, then decades from the least positive mean to the
+    largest upper end `highs` of an interval; an interval that reaches further down runs into the zero.
+    """
+    positive = np.array([mean for mean in means if mean > 0])
     axis = axes.xaxis if which == "x" else axes.yaxis
     scale, limits = (axes.set_xscale, axes.set_xlim) if which == "x" else (axes.set_yscale, axes.set_ylim)
     if not len(positive):
         limits(-0.05, 1.0)
         axis.set_major_locator(FixedLocator([0.0]))
         return
-    highest = int(np.ceil(np.log10(positive.max())))
+    largest = max([float(positive.max()), *(high for high in highs if high == high)])
+    highest = int(np.ceil(np.log10(largest)))
     lowest = max(int(np.floor(np.log10(positive.min()))), highest - _DECADES)
     threshold = 10.0**lowest
     scale("symlog", linthresh=threshold, linscale=_ZERO_SHARE, base=10)
-    limits(-0.12 * threshold, 10.0 ** max(highest, lowest + 1))
-    decades = range(lowest, max(highest, lowest + 1) + 1)
-    axis.set_major_locator(FixedLocator([0.0, *(10.0**decade for decade in decades)]))
+    limits(-0.12 * threshold, 1.5 * max(largest, threshold))
+    axis.set_major_locator(FixedLocator([0.0, *(10.0**decade for decade in range(lowest, highest + 1))]))
     axis.set_major_formatter(FuncFormatter(_decade))
     axis.set_minor_locator(NullLocator())
     axes.grid(axis="x" if which == "x" else "y", color=FAINT, linewidth=0.6)
@@ -109,6 +111,9 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
     Args:
         ends: name, x and y of every line's last point, in data coordinates.
     """
+    ends = sorted(
+        ends, key=lambda end: -end[1]
+    )  # of level points the leftmost is labelled highest: leaders do not cross
     figure = axes.figure
     points = 72.0 / figure.dpi
     heights = [axes.transData.transform((x, y))[1] * points for _, x, y in ends]
@@ -129,7 +134,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
 
 def _spread(heights: Sequence[float], pitch: float, bottom: float, top: float) -> list[float]:
     """Returns `heights` moved apart to at least `pitch`, order kept, within bottom and top where they fit."""
-    order = np.argsort(heights, kind="stable")
+    order = np.argsort(heights, kind="stable")  # level points: the first given is lowest
     placed = np.clip(np.asarray(heights, dtype=np.float64)[order], bottom, top)
     for _ in range(200):
         gaps = np.diff(placed)
