@@ -111,7 +111,7 @@ class Study:
         return tuple({id(run): run for run in (*self.main, *self.rates, *self.modes)}.values())
 
 
-def ranking(study: Study) -> pd.DataFrame | Absent:
+def ranking(study: Study) -> pd.DataFrame:
     """Returns the ranking of every main run, from its summary: `strategy`, `seed`, `mean`, `low`, `high`, `loss_frac`,
     `better_than_next`; strategies by their mean over the seeds, smallest first.
     """

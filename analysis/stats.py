@@ -43,9 +43,9 @@ def clustered_means(segments: pd.DataFrame, by: Sequence[str], cluster: Sequence
     generator = np.random.default_rng(0)
     size = clusters.ngroups
     resampled = np.empty((RESAMPLES, group.ngroups))
-    for row in resampled:
-        weights = np.bincount(generator.integers(0, size, size), minlength=size)
-        with np.errstate(invalid="ignore"):  # a small group may be absent from a resample
+    with np.errstate(invalid="ignore"):  # a small group may be absent from a resample
+        for row in resampled:
+            weights = np.bincount(generator.integers(0, size, size), minlength=size)
             row[:] = (totals @ weights) / (counts @ weights)
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     rollouts = (counts > 0).sum(axis=1)

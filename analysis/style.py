@@ -35,6 +35,7 @@ INK = "#222222"
 FAINT = "#DDDDDD"
 _LABEL_PITCH_PT = 10.5
 _DECADES = 5  # shown at most; smaller values are rounding, and lie between 0 and the lowest decade
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _ZERO_SHARE = 0.45  # of a decade, for the part from 0 to the lowest decade
 
 _SETTINGS: Any = {
@@ -100,7 +101,7 @@ def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[
 
 
 def _decade(value: float, _: int) -> str:
-    return "0" if value == 0 else f"$10^{{{round(np.log10(value))}}}$"
+    return "0" if value == 0 else "10" + str(round(np.log10(value))).translate(_SUPERSCRIPT)
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:

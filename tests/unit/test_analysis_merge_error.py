@@ -10,7 +10,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.load import read_run
-from analysis.merge_frames import BOUNDARIES, Absent, Study, by_segment
+from analysis.merge_frames import BOUNDARIES, Absent, Study, by_lag, by_segment, by_slots, by_span, ranking
 from analysis.stats import LEVEL, MIN_CLUSTERS, RESAMPLES, clustered_means
 from experiments import decision
 from experiments.metrics import metric
@@ -26,6 +26,11 @@ def numbers(out: Path, name: str, *index: str) -> dict[object, float]:
     return frame.set_index(list(index or ("strategy", "bucket")))["mean"].to_dict()
 
 
+def means(frame: pd.DataFrame | Absent) -> dict[object, float]:
+    assert isinstance(frame, pd.DataFrame)
+    return frame.set_index(["strategy", "bucket"])["mean"].to_dict()
+
+
 def test_the_error_by_segment_is_the_sum_over_the_tokens_of_each_part(tmp_path: Path) -> None:
     assert draw(tmp_path / "out", write_run(tmp_path / "run")) == 0
     assert numbers(tmp_path / "out", "segments") == {
@@ -39,8 +44,8 @@ def test_the_error_by_segment_is_the_sum_over_the_tokens_of_each_part(tmp_path: 
 
 
 def test_the_error_by_lag_uses_the_segment_and_by_span_the_whole_interrupted_rollout(tmp_path: Path) -> None:
-    assert draw(tmp_path / "out", write_run(tmp_path / "run")) == 0
-    lag, span = numbers(tmp_path / "out", "lag"), numbers(tmp_path / "out", "span")
+    study = Study.of([read_run(write_run(tmp_path / "run"))])
+    lag, span = means(by_lag(study)), means(by_span(study))
     assert lag["replace", "2"] == 0.2
     assert lag["slice_concat", "0"] == 0.05
     assert span == {("replace", "2"): pytest.approx(0.8 / 6), ("slice_concat", "2"): pytest.approx(0.1 / 6)}
@@ -49,33 +54,32 @@ def test_the_error_by_lag_uses_the_segment_and_by_span_the_whole_interrupted_rol
 @pytest.mark.parametrize(("lag", "bucket"), [(0.4, "0"), (0.5, "1"), (2.4, "2"), (3, "3-4"), (4, "3-4"), (5, "5+")])
 def test_a_lag_falls_into_its_bucket(tmp_path: Path, lag: float, bucket: str) -> None:
     run = write_run(tmp_path / "run", [line("a", 0, 1, lag, live=[0.4, 2, 1.0])])
-    assert draw(tmp_path / "out", run) == 0
-    assert numbers(tmp_path / "out", "lag") == {("live", bucket): 0.2}
+    assert means(by_lag(Study.of([read_run(run)]))) == {("live", bucket): 0.2}
 
 
 def test_a_segment_of_unknown_version_has_no_lag_but_still_a_part(tmp_path: Path) -> None:
     lines = [line("a", 0, 2, None, live=[0.4, 2, 1.0]), line("a", 1, 2, 0.0, live=[0.2, 2, 1.0])]
-    assert draw(tmp_path / "out", write_run(tmp_path / "run", lines)) == 0
-    assert numbers(tmp_path / "out", "lag") == {("live", "0"): 0.1}
-    assert numbers(tmp_path / "out", "segments") == {("live", "first"): 0.2, ("live", "last"): 0.1}
-    assert not (tmp_path / "out" / "merge_span.svg").exists()
+    study = Study.of([read_run(write_run(tmp_path / "run", lines))])
+    assert means(by_lag(study)) == {("live", "0"): 0.1}
+    assert means(by_segment(study)) == {("live", "first"): 0.2, ("live", "last"): 0.1}
+    assert by_span(study) == Absent("no interrupted rollout with known versions")
 
 
 @pytest.mark.parametrize(("changed", "bucket"), [(0.0, "0"), (0.01, "0-1%"), (0.011, "1-3%"), (1.0, "30-100%")])
 def test_a_share_of_changed_slots_falls_into_its_bucket(tmp_path: Path, changed: float, bucket: str) -> None:
     run = write_run(tmp_path / "run", [line("a", 0, 1, 0.0, live=[0.4, 2, changed])])
-    assert draw(tmp_path / "out", run) == 0
-    assert numbers(tmp_path / "out", "slots") == {("live", bucket): 0.2}
+    assert means(by_slots(Study.of([read_run(run)]))) == {("live", bucket): 0.2}
 
 
 def test_runs_that_differ_in_the_seed_alone_are_pooled_though_their_rollouts_share_ids(tmp_path: Path) -> None:
     other = [line("a", 0, 2, 2.0, replace=[0.0, 12, 0.0]), line("a", 1, 2, 0.0, replace=[0.0, 2, 0.0])]
     runs = [write_run(tmp_path / "0"), write_run(tmp_path / "1", other, seed=1)]
-    assert draw(tmp_path / "out", *runs) == 0
-    assert numbers(tmp_path / "out", "segments")["replace", "first"] == pytest.approx(0.8 / 16)
-    table = pd.read_csv(tmp_path / "out" / "merge_segments.csv").set_index(["strategy", "bucket"])
-    assert table.loc[("replace", "first"), "rollouts"] == 2
-    assert numbers(tmp_path / "out", "ranking", "strategy", "seed")["replace", 1] == 0.0
+    study = Study.of([read_run(run) for run in runs])
+    table = by_segment(study)
+    assert means(table)["replace", "first"] == pytest.approx(0.8 / 16)
+    assert isinstance(table, pd.DataFrame)
+    assert table.set_index(["strategy", "bucket"]).loc[("replace", "first"), "rollouts"] == 2
+    assert ranking(study).set_index(["strategy", "seed"]).loc[("replace", 1), "mean"] == 0.0
 
 
 def test_the_boundary_figure_is_the_mean_over_updates_by_key(tmp_path: Path) -> None:
@@ -187,8 +191,8 @@ def test_intervals_are_those_of_the_run_summary() -> None:
 
 
 def test_fewer_rollouts_than_an_interval_needs_give_a_mean_without_one(tmp_path: Path) -> None:
-    assert draw(tmp_path / "out", write_run(tmp_path / "run")) == 0
-    frame = pd.read_csv(tmp_path / "out" / "merge_segments.csv")
+    frame = by_segment(Study.of([read_run(write_run(tmp_path / "run"))]))
+    assert isinstance(frame, pd.DataFrame)
     assert frame["mean"].notna().all()
     assert frame[["low", "high"]].isna().all(axis=None)
 
