@@ -139,7 +139,7 @@ def _learning_rate_text(frame: pd.DataFrame) -> str:
 
 
 def _modes_text(frame: pd.DataFrame) -> str:
-    fixed = ["pause_mode", "resume_rows", "seed", "excluded", "gap", "ppo_kl", "reward"]
+    fixed = ["pause_mode", "resume_rows", "seed", "excluded", "gap", "engine", "ppo_kl", "reward"]
     strategies = sorted(set(frame.columns) - set(fixed))
     rows = [
         [
@@ -148,7 +148,17 @@ def _modes_text(frame: pd.DataFrame) -> str:
         ]
         for row in frame.to_dict("records")
     ]  # fmt: skip
-    titles = ["pause mode", "resumed rows", "seed", "rollouts left out", "gap/abs", "ppo_kl", "reward", *strategies]
+    titles = [
+        "pause mode",
+        "resumed rows",
+        "seed",
+        "rollouts left out",
+        "gap/abs",
+        "decomp/engine_abs",
+        "ppo_kl",
+        "reward",
+        *strategies,
+    ]
     return markdown.table(titles, rows)
 
 

@@ -199,7 +199,8 @@ def by_learning_rate(study: Study) -> pd.DataFrame | Absent:
 
 def by_mode(study: Study) -> pd.DataFrame | Absent:
     """Returns one row per run with another pause mode or other resumed rows: `pause_mode`, `resume_rows`, `seed`,
-    `excluded` (`merge/excluded_frac`), `gap` (`gap/abs`), `ppo_kl`, `reward` (last fifth of the updates), and the mean
+    `excluded` (`merge/excluded_frac`), `gap` (`gap/abs`), `engine` (`decomp/engine_abs`), `ppo_kl`, `reward` (last
+    fifth of the updates), and the mean
     |merge error| of every strategy under its name.
     """
     if not study.modes:
@@ -211,6 +212,7 @@ def by_mode(study: Study) -> pd.DataFrame | Absent:
             "seed": run.seed,
             "excluded": run.statistic("merge/excluded_frac"),
             "gap": run.statistic("gap/abs"),
+            "engine": run.statistic("decomp/engine_abs"),
             "ppo_kl": run.statistic("actor/ppo_kl"),
             "reward": run.statistic("reward/mean", "last_fifth"),
             **{entry["strategy"]: entry["mean"] for entry in run.ranking},

@@ -10,6 +10,8 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.load import read_run
+from analysis.markdown import fill
+from analysis.merge_error import SECTIONS
 from analysis.merge_frames import BOUNDARIES, Absent, Study, by_lag, by_segment, by_slots, by_span, ranking
 from analysis.stats import LEVEL, MIN_CLUSTERS, RESAMPLES, clustered_means
 from experiments import decision
@@ -113,7 +115,13 @@ def test_merge_error_and_churn_are_drawn_against_the_learning_rate(tmp_path: Pat
 def test_pause_modes_and_resumed_rows_are_compared_in_one_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = {"merge/excluded_frac": 0.25, "gap/abs": 0.013, "actor/ppo_kl": -0.002, "reward/mean": 0.5}
+    metrics = {
+        "merge/excluded_frac": 0.25,
+        "gap/abs": 0.013,
+        "decomp/engine_abs": 0.02,
+        "actor/ppo_kl": -0.002,
+        "reward/mean": 0.5,
+    }
     runs = [
         write_run(tmp_path / "abort"),
         write_run(tmp_path / "retract", metrics=metrics, schedule__pause_mode="retract"),
@@ -122,10 +130,10 @@ def test_pause_modes_and_resumed_rows_are_compared_in_one_table(
     assert draw(tmp_path / "out", *runs) == 0
     frame = pd.read_csv(tmp_path / "out" / "merge_modes.csv").set_index(["pause_mode", "resume_rows"])
     assert list(frame.index) == [("abort", "pinned"), ("abort", "recompute"), ("retract", "recompute")]
-    assert frame.loc[("retract", "recompute"), ["excluded", "gap", "ppo_kl", "reward", "replace"]].tolist() == [
-        0.25, 0.013, -0.002, 0.5, 0.08,
+    assert frame.loc[("retract", "recompute"), ["excluded", "gap", "engine", "ppo_kl", "reward", "replace"]].tolist() == [
+        0.25, 0.013, 0.02, -0.002, 0.5, 0.08,
     ]  # fmt: skip
-    assert "| retract | recompute | 0 | 0.25 | 0.013 | -2.0e-3 | 0.5 | 0.08 | 0.01 |" in capsys.readouterr().out
+    assert "| retract | recompute | 0 | 0.25 | 0.013 | 0.02 | -2.0e-3 | 0.5 | 0.08 | 0.01 |" in capsys.readouterr().out
 
 
 def test_a_run_that_differs_otherwise_and_an_unfinished_one_are_left_out_by_name(
@@ -290,3 +298,11 @@ def test_a_document_that_cannot_be_filled_is_an_error_and_stays_as_it_is(
     assert said in capsys.readouterr().err
     assert document.read_text(encoding="utf-8") == text
     assert not (tmp_path / "out").exists()
+
+
+def test_the_document_of_the_project_has_a_place_for_every_table_and_shows_every_figure() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "merge_error.md").read_text(encoding="utf-8")
+    filled = fill(text, {section.name: f"table {section.name}" for section in SECTIONS})
+    for section in SECTIONS:
+        assert f"\ntable {section.name}\n" in filled
+        assert (section.draw is not None) == (f"(figures/merge_{section.name}.svg)" in text)
