@@ -200,8 +200,7 @@ def by_learning_rate(study: Study) -> pd.DataFrame | Absent:
 def by_mode(study: Study) -> pd.DataFrame | Absent:
     """Returns one row per run with another pause mode or other resumed rows: `pause_mode`, `resume_rows`, `seed`,
     `excluded` (`merge/excluded_frac`), `gap` (`gap/abs`), `engine` (`decomp/engine_abs`), `ppo_kl`, `reward` (last
-    fifth of the updates), and the mean
-    |merge error| of every strategy under its name.
+    fifth of the updates), and the mean |merge error| of every strategy under its name.
     """
     if not study.modes:
         return Absent(f"every run has {PAUSE_MODE}={study.main[0].config[PAUSE_MODE]} and the same {RESUME_ROWS}")

@@ -130,9 +130,8 @@ def test_pause_modes_and_resumed_rows_are_compared_in_one_table(
     assert draw(tmp_path / "out", *runs) == 0
     frame = pd.read_csv(tmp_path / "out" / "merge_modes.csv").set_index(["pause_mode", "resume_rows"])
     assert list(frame.index) == [("abort", "pinned"), ("abort", "recompute"), ("retract", "recompute")]
-    assert frame.loc[("retract", "recompute"), ["excluded", "gap", "engine", "ppo_kl", "reward", "replace"]].tolist() == [
-        0.25, 0.013, 0.02, -0.002, 0.5, 0.08,
-    ]  # fmt: skip
+    columns = ["excluded", "gap", "engine", "ppo_kl", "reward", "replace"]
+    assert frame.loc[("retract", "recompute"), columns].tolist() == [0.25, 0.013, 0.02, -0.002, 0.5, 0.08]
     assert "| retract | recompute | 0 | 0.25 | 0.013 | 0.02 | -2.0e-3 | 0.5 | 0.08 | 0.01 |" in capsys.readouterr().out
 
 
