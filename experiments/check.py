@@ -99,7 +99,10 @@ def strategy_nodes(named: Any, key: str) -> dict[str, Any]:
     nodes: dict[str, Any] = {}
     for item in named if isinstance(named, list) else [None]:
         if isinstance(item, str) and item not in known:
-            raise ConfigError(f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}")
+            raise ConfigError(
+                f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}; for a class of your own write "
+                f"{{{item}: {{_target_: package.Class}}}}"
+            )
         if isinstance(item, str):
             found = {item: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{item}.yaml"))}
         elif isinstance(item, Mapping) and len(item) == 1:
