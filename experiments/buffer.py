@@ -23,6 +23,7 @@ class Sample:
         reward: the verifier's score.
         version_started: weight version that the engine held when the rollout was admitted.
         retractions: times that the engine put its requests back into the queue.
+        row_bytes: size of its rows as they travelled from the engine.
     """
 
     rollout: Rollout
@@ -31,6 +32,7 @@ class Sample:
     reward: float
     version_started: int
     retractions: int
+    row_bytes: int = 0
 
 
 class Interrupted(Exception):

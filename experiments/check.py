@@ -100,7 +100,10 @@ def strategy_nodes(named: Any, key: str) -> dict[str, Any]:
     nodes: dict[str, Any] = {}
     for item in named if isinstance(named, list) else [None]:
         if isinstance(item, str) and item not in known:
-            raise ConfigError(f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}")
+            raise ConfigError(
+                f"`{key}`: no conf/strategy/{item}.yaml; there are {', '.join(known)}; for a class of your own write "
+                f"{{{item}: {{_target_: package.Class}}}}"
+            )
         if isinstance(item, str):
             found = {item: OmegaConf.to_container(OmegaConf.load(STRATEGY_FILES / f"{item}.yaml"))}
         elif isinstance(item, Mapping) and len(item) == 1:
@@ -279,7 +282,7 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
     yield s.temperature <= 0, f"`sampling.temperature` must be positive, not {s.temperature}"
     yield not 0 < s.top_p <= 1, f"`sampling.top_p` must lie in (0, 1], not {s.top_p}"
     yield s.max_response_tokens < 1, f"`sampling.max_response_tokens` must be at least 1, not {s.max_response_tokens}"
-    yield e.name != "embedded", f"`engine` must be embedded, not {e.name}"
+    yield from _engine(config)
     yield t.name != "megatron", f"`trainer` must be megatron, not {t.name}"
     yield e.max_running < 1, f"`engine.max_running` must be at least 1, not {e.max_running}"
     yield e.max_prefill_tokens < 1, f"`engine.max_prefill_tokens` must be at least 1, not {e.max_prefill_tokens}"
@@ -300,6 +303,38 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
         yield d.weight <= 0, f"`task.datasets[{i}].weight` must be positive, not {d.weight}"
     yield w.steps < 0, f"`task.warm_start.steps` must not be negative, not {w.steps}"
     yield w.batch_size < 1, f"`task.warm_start.batch_size` must be at least 1, not {w.batch_size}"
+
+
+def _engine(config: Config) -> Iterator[tuple[bool, str]]:
+    e, s = config.engine, config.engine.server
+    yield e.name not in ("embedded", "sglang"), f"`engine` must be embedded or sglang, not {e.name}"
+    yield e.name == "embedded" and s is not None, "`engine.server` must be null with engine=embedded"
+    if e.name == "embedded" or s is None:
+        yield e.name == "sglang", "`engine.server` must not be null with engine=sglang"
+        yield e.url is not None, f"`engine.url` needs engine=sglang, not {e.name}"
+        return
+    yield (
+        config.schedule.clock is not ClockKind.wall,
+        "`engine=sglang` needs `schedule=wall`: a server does not run on the virtual clock",
+    )
+    yield (
+        e.resume_rows is ResumeRows.pinned,
+        "`engine.resume_rows=pinned` needs engine=embedded: no SGLang server routes a prefix through given rows",
+    )
+    yield (
+        e.url is not None and not e.url.startswith(("http://", "https://")),
+        f"`engine.url` must start with http:// or https://, not be {e.url}",
+    )
+    yield (
+        config.schedule.pause_mode is Pause.in_place and s.prefix_cache and e.url is None,
+        "`schedule.pause_mode=in_place` needs `engine.server.prefix_cache=false`: the cache is not flushed, and new "
+        "requests would be served from the KV cache of older weights",
+    )
+    yield s.device not in ("auto", "cpu", "cuda"), f"`engine.server.device` must be auto, cpu or cuda, not {s.device}"
+    yield not 0 <= s.port < 65536, f"`engine.server.port` must lie in 0..65535, not {s.port}"
+    yield s.max_restarts < 0, f"`engine.server.max_restarts` must not be negative, not {s.max_restarts}"
+    for name in ("start_timeout_s", "request_timeout_s"):
+        yield getattr(s, name) <= 0, f"`engine.server.{name}` must be positive, not {getattr(s, name)}"
 
 
 def _name(strategy: MergeStrategy) -> str:

@@ -8,6 +8,7 @@ runs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,9 @@ MIN_ROLLOUTS = 10
 def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Returns the ranking by mean |merge error|, smallest first; None without a scored strategy.
 
-    Every strategy is judged on the segments that it counts; `loss_frac` says which share of the tokens that is.
-    `better_than_next` is the share of resamples in which a strategy's mean was below that of the next in the ranking,
-    both on the same rollouts.
+    Every strategy is judged on the tokens that it counts; `loss_frac` says which share of all that is. One that masks
+    some is listed, but not compared: it is judged on easier tokens. `better_than_next` is the share of resamples in
+    which a strategy's mean was below that of the next one that counts all tokens, both on the same rollouts.
 
     Args:
         lines: of merge_errors.jsonl (experiments/shadow_report.py).
@@ -44,15 +45,18 @@ def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     means = sums.sum(axis=1) / counts.sum(axis=1)
     resampled = _resample(sums, counts) if len(rollouts) >= MIN_ROLLOUTS else None
     order = [int(index) for index in np.argsort(means, kind="stable")]
+    loss_frac = counts.sum(axis=1) / tokens.sum()
+    whole = [index for index in order if loss_frac[index] == 1.0]
+    following = dict(itertools.pairwise(whole))
     ranking = [
         {
             "strategy": names[index],
             "mean": float(means[index]),
             **_interval(resampled, index),
-            "loss_frac": float(counts[index].sum() / tokens.sum()),
-            "better_than_next": _share_below(resampled, index, order[place + 1 : place + 2]),
+            "loss_frac": float(loss_frac[index]),
+            "better_than_next": _share_below(resampled, index, following.get(index)),
         }
-        for place, index in enumerate(order)
+        for index in order
     ]
     return {
         "measure": "mean |merge error| per token, nats",
@@ -60,7 +64,7 @@ def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "rollouts": len(rollouts),
         "tokens": int(tokens.sum()),
         "ranking": ranking,
-        "verdict": _verdict(ranking, len(rollouts)),
+        "verdict": _verdict([entry for entry in ranking if entry["loss_frac"] == 1.0], len(rollouts)),
     }
 
 
@@ -83,14 +87,16 @@ def _interval(resampled: NDArray[np.float64] | None, index: int) -> dict[str, fl
     return {"low": float(low), "high": float(high)}
 
 
-def _share_below(resampled: NDArray[np.float64] | None, index: int, following: Sequence[int]) -> float | None:
-    if resampled is None or not following:
+def _share_below(resampled: NDArray[np.float64] | None, index: int, following: int | None) -> float | None:
+    if resampled is None or following is None:
         return None
-    return float((resampled[:, index] < resampled[:, following[0]]).mean())
+    return float((resampled[:, index] < resampled[:, following]).mean())
 
 
 def _verdict(ranking: Sequence[Mapping[str, Any]], rollouts: int) -> str:
-    """Returns the ranking in one sentence, and no more than it supports."""
+    """Returns the ranking of the rules that count all tokens in one sentence, and no more than it supports."""
+    if not ranking:
+        return "no scored rule counts all tokens: nothing to compare"
     best = ranking[0]
     if best["mean"] == 0.0:
         exact = [entry["strategy"] for entry in ranking if entry["mean"] == 0.0]
@@ -117,4 +123,6 @@ def decision_table(decision: Mapping[str, Any]) -> list[str]:
             f"{entry['strategy']:<16}{entry['mean']:>20.3e}{interval:>24}{entry['loss_frac']:>9.0%}{share:>12}"
         )
     lines.append(f"{decision['rollouts']} rollouts; {decision['interval']}; exact is the reference")
+    if any(entry["loss_frac"] < 1.0 for entry in decision["ranking"]):
+        lines.append("a rule that counts fewer than all tokens is judged on easier ones, and not compared")
     return [*lines, decision["verdict"]]

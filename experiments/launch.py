@@ -22,7 +22,9 @@ from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
 from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies
 from experiments.clock import Clock, VirtualClock, WallClock
+from experiments.engines.base import Engine
 from experiments.engines.embedded import EmbeddedEngine
+from experiments.engines.sglang.build import build_engine as build_sglang_engine
 from experiments.generating import AuditPlan
 from experiments.learner import PPOLearner
 from experiments.loop import Learner, Loop, LoopSettings, Progress, first_error
@@ -41,7 +43,7 @@ from experiments.trainers.runtime import resolve_device
 from experiments.warm_start import PreparedModel, prepare_model
 from experiments.weight_history import WeightHistory
 from strategies import Exact
-from strategies.base import MergeStrategy
+from strategies.base import MergeStrategy, needs_new_rows_only
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -173,7 +175,7 @@ def _build(
     algorithm, schedule = config.algorithm, config.schedule
     progress = Progress(**saved["progress"]) if saved else Progress()
     clock = _clock(config, progress.clock_s)
-    engine = _engine(config, model, task, clock, trainer.device)
+    engine = _engine(job, model, task, clock, trainer.device)
     queue = SampleQueue(checkpoint.unpack_samples(saved["queue"]) if saved else [])
     admission = Admission(int((1 + schedule.staleness_threshold) * schedule.sync_interval * algorithm.batch_size))
     if saved:
@@ -224,7 +226,18 @@ def _build(
     return Run(loop, clock, queue.interrupt)
 
 
-def _engine(config: Config, model: PreparedModel, task: Task, clock: Clock, device: torch.device) -> EmbeddedEngine:
+def _engine(job: Job, model: PreparedModel, task: Task, clock: Clock, device: torch.device) -> Engine:
+    config = job.config
+    if config.engine.server is not None:
+        return build_sglang_engine(
+            model.config,
+            engine=config.engine,
+            sampling=config.sampling,
+            pause_mode=config.schedule.pause_mode,
+            stop_ids=[task.tokenizer.eos_id],
+            run_dir=job.run_dir,
+            threads=config.threads,
+        )
     return EmbeddedEngine(
         model.config,
         dtype=getattr(torch, config.engine.dtype.value),
@@ -242,7 +255,7 @@ def _engine(config: Config, model: PreparedModel, task: Task, clock: Clock, devi
 
 def _rollouter(
     config: Config,
-    engine: EmbeddedEngine,
+    engine: Engine,
     task: Task,
     queue: SampleQueue,
     admission: Admission,
@@ -268,7 +281,15 @@ def _rollouter(
         version=lambda: progress.version,
         open_groups=checkpoint.unpack_groups(saved["open_groups"]) if saved else [],
         next_problem=saved["next_problem"] if saved else 0,
+        delta_rows=_delta_rows(config),
     )
+
+
+def _delta_rows(config: Config) -> bool:
+    """Says whether resumed calls may leave out the rows of their prefix: nothing that looks at this run needs them."""
+    strategy, _ = build_strategies(config)
+    looked_at = config.shadow.every > 0 or config.record  # a recording must serve any strategy
+    return config.engine.delta_rows and not looked_at and needs_new_rows_only(strategy)
 
 
 def _learner(job: Job, trainer: MegatronTrainer, model: PreparedModel, history: WeightHistory) -> PPOLearner:
@@ -319,7 +340,7 @@ def _recorded(
     )
 
 
-def _totals(engine: EmbeddedEngine, trainer: MegatronTrainer, loop: Loop) -> Totals:
+def _totals(engine: Engine, trainer: MegatronTrainer, loop: Loop) -> Totals:
     e, t = engine.stats(), trainer.stats()
     return Totals(
         generate=e.busy_s,
@@ -354,6 +375,8 @@ def supervise(tracker: Tracker, work: Callable[[], None], closing: Callable[[Map
         summary = tracker.finish(status, error)
     if error:
         print(f"run.py: failed: {error}\nThe traceback is in {tracker.folder / TRACEBACK}", file=sys.stderr)
+        if (tracker.folder / CHECKPOINT_FILE).is_file():
+            print(f"The newest checkpoint can be continued with resume={tracker.folder}", file=sys.stderr)
         return FAILED
     if status == "interrupted" and not (tracker.folder / CHECKPOINT_FILE).is_file():
         print("run.py: stopped without a checkpoint; there is nothing to resume", file=sys.stderr)

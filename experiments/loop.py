@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from experiments.buffer import Interrupted, Sample, SampleQueue
 from experiments.clock import Clock
-from experiments.engines.base import Engine, PauseMode
+from experiments.engines.base import Engine, EngineLost, PauseMode
 from experiments.metrics import route_keys as keys
 from experiments.rollout import Rollouter
 from experiments.timing import Stopwatch
@@ -120,6 +120,7 @@ class Loop:
 
         Raises:
             Interrupted: the user asked to stop; a checkpoint has been saved.
+            EngineLost: so has one; the run can be resumed with a new engine.
             ExceptionGroup: whatever went wrong in the loop, the engine or a rollout.
         """
         if self._published is None:
@@ -127,10 +128,15 @@ class Loop:
         if self._history is not None:
             self._history.publish(self.progress.version, self._published)
         await self._engine.start(self._published, self.progress.version)
+        self._stopwatch.begin()
         try:
             rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
             updates = asyncio.create_task(self._train(), name="trainer")
             await asyncio.wait({rollouts, updates}, return_when=asyncio.FIRST_COMPLETED)
+            failure = rollouts.exception() if rollouts.done() else None
+            if failure is not None and isinstance(first_error(failure), EngineLost):
+                self._queue.interrupt()  # the update in progress ends, a checkpoint is saved
+                await asyncio.wait({updates})
             for task in (rollouts, updates):
                 task.cancel()
             results = await asyncio.gather(rollouts, updates, return_exceptions=True)
@@ -166,7 +172,11 @@ class Loop:
                 metrics[keys.WEIGHTS_MIB] = self._history.nbytes / 2**20
             self._tracker.log(progress.step, metrics, self._stopwatch.lap(), update.lines)
             if progress.step % settings.sync_interval == 0:
-                await self._sync(last=progress.step == settings.steps)
+                try:
+                    await self._sync(last=progress.step == settings.steps)
+                except EngineLost:
+                    self._save_checkpoint()
+                    raise
         if progress.step % settings.sync_interval:
             await self._stop_here()
 
@@ -201,9 +211,11 @@ class Loop:
 
     async def _stop_here(self) -> None:
         """Saves a checkpoint between two syncs; unfinished calls are returned first."""
-        await self._engine.pause("abort")
-        await self._settle()
-        self._save_checkpoint()
+        try:
+            await self._engine.pause("abort")
+            await self._settle()
+        finally:
+            self._save_checkpoint()
 
     async def _settle(self) -> None:
         """Lets the time of a sync pass. On the virtual clock no time passes while any coroutine can go on, so that

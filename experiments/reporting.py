@@ -15,6 +15,7 @@ from experiments.metrics.ratio_keys import ENTROPY, GRAD_NORM, KL_LOSS, PG_LOSS
 from experiments.metrics.ratios import best_shift, gap_metrics, ppo_metrics
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
+from experiments.metrics.route_keys import ROW_BYTES
 from experiments.metrics.routes import churn, churn_metrics
 from experiments.metrics.staleness import LoopCounts, staleness_metrics
 from experiments.metrics.tokens import TokenTable
@@ -90,7 +91,7 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
         rollouts[0].num_experts,
         dropped={},
     )
-    out |= _loss_terms(record.mini_steps, algorithm)
+    out |= _loss_terms(record.mini_steps, algorithm) | _row_bytes(record)
     return {str(key): value for key, value in out.items()}
 
 
@@ -107,6 +108,11 @@ def _loss_terms(mini_steps: Sequence[MiniStep], algorithm: AlgorithmConfig) -> d
         out[ENTROPY] = _mean(entropy)
         loss += algorithm.entropy_coef * _mean(entropy)
     return out | {PG_LOSS: loss}
+
+
+def _row_bytes(record: UpdateRecord) -> dict[str, float]:
+    counted = sum(int(view.loss_mask.sum()) for own in record.views for view in own)
+    return {ROW_BYTES: sum(sample.row_bytes for sample in record.samples) / counted} if counted else {}
 
 
 def _table(

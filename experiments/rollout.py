@@ -77,10 +77,19 @@ class OpenRollout:
     retractions: int = 0
     finished: bool = False
     version_sent: int | None = None
+    row_bytes: int = 0
 
     def tokens(self) -> NDArray[np.int32]:
         """Returns int32: prompt and everything generated so far."""
         return np.concatenate([self.prompt_ids, *(call.output_ids for call in self.calls)]).astype(np.int32)
+
+    def known_rows(self) -> int:
+        """Returns how many positions, from 0 on, have the row of the call that fed them first."""
+        held = 0
+        for call in self.calls:
+            if call.new_tokens and call.rows is not None and call.row_start <= held:
+                held = call.end - 1
+        return held
 
     def close(self, shape: RowShape) -> Rollout:
         """Returns the immutable record."""
@@ -133,7 +142,9 @@ class Rollouter:
         version: Callable[[], int],
         open_groups: list[OpenGroup],
         next_problem: int,
+        delta_rows: bool,
     ):
+        """`delta_rows`: ask only for rows of positions that no earlier call returned."""
         self._engine = engine
         self._problems = problems
         self._queue = queue
@@ -144,6 +155,7 @@ class Rollouter:
         self._group_size = group_size
         self._seed = seed
         self._version = version
+        self._delta_rows = delta_rows
         self._open: dict[int, OpenGroup] = {group.problem_index: group for group in open_groups}
         self._next_problem = next_problem
 
@@ -207,7 +219,13 @@ class Rollouter:
             reward = self._problems.reward(problem, rollout.tokens[rollout.prompt_len :])
             samples.append(
                 Sample(
-                    rollout, group.problem_index, problem.dataset, reward, opened.version_started, opened.retractions
+                    rollout,
+                    group.problem_index,
+                    problem.dataset,
+                    reward,
+                    opened.version_started,
+                    opened.retractions,
+                    opened.row_bytes,
                 )
             )
         del self._open[group.problem_index]
@@ -232,12 +250,20 @@ class Rollouter:
                 break
             request_id = f"{rollout.rollout_id}.{len(rollout.calls)}"
             pinned = self._resume_rows is ResumeRows.pinned
-            rows = recorded_rows(rollout.close(self._shape)) if pinned else None
+            request = Request(
+                request_id,
+                tokens,
+                budget,
+                rollout.sample_seed,
+                row_start=rollout.known_rows() if self._delta_rows else 0,
+                rows=recorded_rows(rollout.close(self._shape)) if pinned else None,
+            )
             rollout.version_sent = self._version()
-            reply = await self._engine.generate(Request(request_id, tokens, budget, rollout.sample_seed, rows=rows))
+            reply = await self._engine.generate(request)
             rollout.version_sent = None
             rollout.calls.append(reply.call)
             rollout.retractions += reply.retractions
+            rollout.row_bytes += reply.row_bytes
             rollout.finished = reply.call.finish != "abort"
             empty_aborts = 0 if reply.call.new_tokens else empty_aborts + 1
             if empty_aborts > self._limits.empty_aborts and not rollout.finished:

@@ -75,6 +75,22 @@ class DType(Enum):
 
 
 @dataclass
+class ServerConfig:
+    """The SGLang server of `engine=sglang`; of one given by `engine.url` only the timeout and `publish_dir` matter."""
+
+    device: str = MISSING  # auto, cpu, cuda
+    host: str = MISSING  # address to listen on
+    port: int = MISSING  # 0: any free one
+    prefix_cache: bool = MISSING
+    extra_args: list[str] = MISSING  # further arguments of sglang.launch_server
+    start_timeout_s: float = MISSING
+    request_timeout_s: float = MISSING  # a request without an answer for so long counts as hung
+    max_restarts: int = MISSING  # of a server of ours that died
+    publish_dir: str | None = MISSING  # where weights are written for the server; null: shared memory
+    cache_dir: str | None = MISSING  # of the server's Python environment; null: the user cache folder
+
+
+@dataclass
 class EngineConfig:
     """The rollout engine."""
 
@@ -83,6 +99,9 @@ class EngineConfig:
     max_running: int = MISSING  # requests decoded in one batch
     max_prefill_tokens: int = MISSING  # padded prompt tokens forwarded in one prefill
     resume_rows: ResumeRows = MISSING
+    delta_rows: bool = MISSING  # ask for new rows only, where strategy and shadow scoring need no others
+    url: str | None = MISSING  # of a running SGLang server; null: start one
+    server: ServerConfig | None = field(default_factory=ServerConfig)  # null: the engine runs in this process
 
 
 @dataclass

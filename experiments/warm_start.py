@@ -6,12 +6,10 @@ sometimes succeeds. The result depends only on what the cache key holds; runs of
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
-import os
 import random
 import shutil
 import tempfile
@@ -32,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from experiments.qwen3_moe import build_qwen3_moe, qwen3_moe_config
 from experiments.schema import ModelConfig
 from experiments.tasks.task import Problem, Split, Task
+from experiments.user_cache import cache_root, locked
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +130,10 @@ def _cached_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool) ->
     """Returns the folder of the warm start; a second process that wants the same one waits for the first."""
     settings = warm_start_settings(model_cfg, task)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    root = _cache_root(task.cfg.warm_start.cache_dir)
+    root = cache_root(task.cfg.warm_start.cache_dir)
     root.mkdir(parents=True, exist_ok=True)
     entry = root / f"warm_start-{key}"
-    with _locked(root / f"warm_start-{key}.lock"):
+    with locked(root / f"warm_start-{key}.lock", "warm start"):
         if entry.exists():
             fault = _fault(entry)
             if fault is None:
@@ -149,25 +148,6 @@ def _cached_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool) ->
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return entry
-
-
-def _cache_root(cache_dir: str | None) -> Path:
-    """Returns `cache_dir`, or the user's cache folder by the XDG base directory specification."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "routemerge"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`. The kernel releases it when its holder dies, so that no lock goes stale."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("warm start: another process is preparing it; waiting for %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _fault(entry: Path) -> str | None:

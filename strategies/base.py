@@ -13,6 +13,9 @@ class MergeStrategy(Protocol):
 
     `single_view` says whether every rollout yields exactly one view. Losses that need all tokens of a rollout in one
     forward (a sequence-level importance ratio) accept only such strategies.
+
+    A strategy may also declare `new_rows_only = True`: of a resumed call it needs the rows from position `s - 1` on
+    alone (those of the tokens that the call fed first), so that an engine need not send the others.
     """
 
     single_view: ClassVar[bool]
@@ -24,3 +27,8 @@ class MergeStrategy(Protocol):
             MergeError: rows that this strategy needs are missing or inconsistent. Never a guess, never zeros.
         """
         ...
+
+
+def needs_new_rows_only(strategy: MergeStrategy) -> bool:
+    """Says whether the strategy declares `new_rows_only`; it needs all rows of every call when it does not."""
+    return bool(getattr(strategy, "new_rows_only", False))

@@ -17,6 +17,7 @@ class LastSegment:
     """
 
     single_view: ClassVar[bool] = True
+    new_rows_only: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> list[ReplayView]:
         check_rollout(rollout)

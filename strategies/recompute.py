@@ -18,6 +18,7 @@ class Recompute:
     """
 
     single_view: ClassVar[bool] = True
+    new_rows_only: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> list[ReplayView]:
         return [replace(view, freeze_live=True) for view in Live()(rollout)]

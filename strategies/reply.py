@@ -10,7 +10,6 @@ Legend: `s` input tokens of the call, `n` new tokens, `L` layers, `K` experts pe
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +70,7 @@ class RawReply:
         retractions: times the engine put the request back into its queue.
         kv_kept: the KV cache of the call before this one was kept, see EngineCall.
         in_place: weights may have changed inside this call with its KV cache kept.
+        rows_asked: rows were asked for, so that a finished reply without them is refused.
     """
 
     request_id: str
@@ -90,6 +90,7 @@ class RawReply:
     retractions: int = 0
     kv_kept: bool = False
     in_place: bool = False
+    rows_asked: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,7 @@ def check_reply(raw: RawReply, shape: RowShape, convention: Convention) -> Check
         block = normalize_rows(raw, shape, convention)
         flags |= {"surplus_row"} if block.surplus is not None else set()
         flags |= {"start_ignored"} if block.row_start < raw.requested_start else set()
-    elif n and raw.finish != "abort":
+    elif n and raw.finish != "abort" and raw.rows_asked:
         raise ReplyError(
             f"{origin}: {raw.input_len + n - 1} rows expected (s={raw.input_len}, n={n}), none came with a reply that "
             f"finished by {raw.finish}; does the engine return routed experts?"
@@ -298,7 +299,7 @@ def _decode_payload(payload: str | bytes, shape: RowShape, origin: str, expected
     """Returns read-only int32 `[rows, L, K]` of a base64 payload (SGLang's wire form)."""
     try:
         data = base64.b64decode(payload, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of text that is not ASCII
         raise ReplyError(f"{origin}: base64 text expected, the payload does not decode ({error})") from error
     row_bytes = 4 * shape.num_layers * shape.top_k
     sizes = " or ".join(str(count * row_bytes) for count in expected)

@@ -23,6 +23,7 @@ class Shuffled:
 
     seed: int
     single_view: ClassVar[bool] = True
+    new_rows_only: ClassVar[bool] = True
     misaligned: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> list[ReplayView]:

@@ -41,6 +41,7 @@ class SliceConcat:
     """
 
     single_view: ClassVar[bool] = True
+    new_rows_only: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> list[ReplayView]:
         check_rollout(rollout)

@@ -14,6 +14,11 @@ from strategies.types import EngineCall, Rows
 if TYPE_CHECKING:
     import torch
 
+
+class EngineLost(RuntimeError):
+    """The engine is gone and will not come back; what was asked of it is not answered. The loop saves a checkpoint."""
+
+
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -59,8 +64,21 @@ class Reply:
     row_bytes: int = 0
 
 
+class EngineTotals(Protocol):
+    """Totals since the start: wall seconds of generation, those of them inside the model (0 where that is not known),
+    tokens generated.
+    """
+
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def generated_tokens(self) -> int: ...
+
+
 class Engine(Protocol):
-    """A rollout engine. All methods are coroutines of the loop's event loop."""
+    """A rollout engine. Its coroutines belong to the loop's event loop."""
 
     async def start(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Brings the engine up with `weights` (transformers' state_dict layout) as weight version `version`."""
@@ -94,4 +112,8 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Ends the engine; leaves no process and no task behind, also after an error."""
+        ...
+
+    def stats(self) -> EngineTotals:
+        """Returns totals since the start."""
         ...

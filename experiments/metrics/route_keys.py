@@ -301,6 +301,13 @@ LENGTH_CLIP = Metric(
     in_verl=True,
 )
 COUNTED_TOKENS = Metric("loop/counted_tokens", "tokens with loss in the update", "tokens", "> 0", "count")
+ROW_BYTES = Metric(
+    "loop/row_bytes_per_token",
+    "size of the rows of the batch's calls as they travelled (base64 text over HTTP) / tokens with loss",
+    "bytes/token",
+    ">= 0",
+    "mean",
+)
 TRAINER_VERSION = Metric(
     "loop/trainer_version", "weight version of the trainer at the update", "versions", ">= 0", "value"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from omegaconf import OmegaConf
 
 from strategies import EngineCall, MergeStrategy, Rollout
 from strategies.__main__ import main
+from strategies.base import needs_new_rows_only
 from strategies.conformance import merge_twice
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "strategy").glob("*.yaml"))
+NEW_ROWS_ONLY = [path for path in FILES if needs_new_rows_only(instantiate(OmegaConf.load(path)))]
 
 OWN = '''
 from dataclasses import dataclass
@@ -122,3 +125,17 @@ def test_a_users_own_class_needs_a_class_and_a_yaml(
     assert main(["check", "my_package.HalfLive", "share=0.5"]) == 0
     assert main(["check", "my_package:Shifted", "share=0.5"]) == 1
     assert "FAIL     two_calls: view 0, position 1: a live row or one that a call returned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", NEW_ROWS_ONLY, ids=lambda path: path.stem)
+def test_who_declares_that_new_rows_are_enough_gives_the_same_views_from_them(path: Path):
+    strategy = instantiate(OmegaConf.load(path))
+    whole = rollout(4, 3, 1, 6)
+    delta = []
+    for call in whole.calls:
+        start = call.input_len - 1 if delta else 0
+        assert call.rows is not None
+        delta.append(dataclasses.replace(call, rows=call.rows[start:], row_start=start))
+    for expected, came in zip(strategy(whole), strategy(dataclasses.replace(whole, calls=tuple(delta))), strict=True):
+        assert np.array_equal(expected.rows, came.rows)
+        assert np.array_equal(expected.loss_mask, came.loss_mask)

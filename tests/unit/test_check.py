@@ -35,7 +35,7 @@ def refusal(*overrides):
         (["algorithm.group_size=1"], "`algorithm.group_size` must be at least 2"),
         (["model.num_experts_per_tok=1"], "`model.num_experts_per_tok` must be at least 2"),
         (["trainer.adam_beta1=1.5"], "`trainer.adam_beta1` must lie in [0, 1)"),
-        (["engine.name=vllm", "schedule=wall"], "`engine` must be embedded, not vllm"),
+        (["engine.name=vllm", "schedule=wall"], "`engine` must be embedded or sglang, not vllm"),
         (["trainer.name=fsdp"], "`trainer` must be megatron, not fsdp"),
         (["resume=nowhere"], "`resume`: there is no checkpoint in nowhere"),
         (["model.checkpoint=nowhere"], "`model.checkpoint` must be a Hugging Face folder"),
@@ -50,6 +50,13 @@ def refusal(*overrides):
         (["sampling.max_response_tokens=256"], "leaves no room for a prompt"),
         (["sampling.temperature=0"], "`sampling.temperature` must be positive"),
         (["sampling.top_p=1.5"], "`sampling.top_p` must lie in (0, 1]"),
+        (["engine=sglang", "schedule=virtual"], "`engine=sglang` needs `schedule=wall`"),
+        (["engine=sglang", "engine.url=localhost:1"], "`engine.url` must start with http:// or https://"),
+        (["engine=sglang", "engine.server=null"], "`engine.server` must not be null with engine=sglang"),
+        (["engine=sglang", "schedule.pause_mode=in_place"], "needs `engine.server.prefix_cache=false`"),
+        (["engine=sglang", "engine.server.port=70000"], "`engine.server.port` must lie in 0..65535"),
+        (["engine=sglang", "engine.server.request_timeout_s=0"], "`engine.server.request_timeout_s` must be positive"),
+        (["engine.url=http://a:1"], "`engine.url` needs engine=sglang, not embedded"),
         (["engine.max_running=0"], "`engine.max_running` must be at least 1"),
         (["trainer.device=tpu"], "`trainer.device` must be auto, cpu or cuda, not tpu"),
         (["trainer.max_grad_norm=0"], "`trainer.max_grad_norm` must be positive"),
@@ -83,3 +90,9 @@ def test_possible_configurations_pass(overrides):
 
 def test_shadow_strategies_are_built_and_checked_too():
     assert "`shadow.strategies.mine`: cannot build" in refusal("shadow.strategies=[{mine:{_target_:nowhere.Strategy}}]")
+
+
+def test_the_server_brings_the_wall_clock():
+    config = check.load(compose("engine=sglang", "strategy=slice_concat"))
+    check.check(config, check.build_strategies(config)[0])
+    assert (config.schedule.name, config.engine.delta_rows) == ("wall", True)

@@ -63,6 +63,18 @@ def test_a_strategy_is_judged_on_the_segments_that_it_counts():
     assert by_name["last"]["mean"] == pytest.approx(0.25)
 
 
+def test_a_strategy_that_masks_tokens_is_listed_but_wins_nothing():
+    """mask_stale counts the last segments only, where most rules have no error."""
+    errors = {"mask_stale": 0.0, "good": 0.1, "bad": 0.2}
+    given = lines(lambda _, segment: {k: v for k, v in errors.items() if segment or k != "mask_stale"})
+    decision = decide(given)
+    assert decision["ranking"][0]["strategy"] == "mask_stale"
+    assert decision["ranking"][0]["better_than_next"] is None
+    assert decision["verdict"].startswith("good errs least")
+    assert "not compared" in "\n".join(decision_table(decision))
+    assert "nothing to compare" in decide(lines(lambda _, segment: {"mask_stale": 0.1} if segment else {}))["verdict"]
+
+
 def test_too_few_rollouts_get_no_interval_and_no_verdict():
     few = decide(lines(lambda rng, _: {"one": 1.0, "two": 9.0}, rollouts=MIN_ROLLOUTS - 1))
     assert few["ranking"][0]["low"] is None

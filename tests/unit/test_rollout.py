@@ -59,7 +59,7 @@ class ScriptedEngine:
 def rollouter_with(open_groups, **parts):
     """Returns a rollouter of `open_groups`; parts that are not given are never reached."""
     unused = {"engine": None, "queue": None, "admission": None, "limits": None}
-    given = unused | {"group_size": 2, "resume_rows": ResumeRows.recompute} | parts
+    given = unused | {"group_size": 2, "resume_rows": ResumeRows.recompute, "delta_rows": False} | parts
     return Rollouter(
         **given,
         problems=Problems(),
@@ -91,6 +91,7 @@ def collect(
     empty_aborts=3,
     resume_rows=ResumeRows.recompute,
     rows=zero_rows,
+    delta_rows=False,
 ):
     clock = VirtualClock()
     engine = ScriptedEngine(clock, script, rows)
@@ -105,6 +106,7 @@ def collect(
             limits=RolloutLimits(response, context, empty_aborts),
             resume_rows=resume_rows,
             group_size=group_size,
+            delta_rows=delta_rows,
         )
         task = asyncio.create_task(rollouter.run())
         take = asyncio.create_task(queue.take(groups))
@@ -223,3 +225,11 @@ def test_an_interrupted_queue_wakes_the_trainer():
             await take
 
     VirtualClock().run_loop(main())
+
+
+def test_with_delta_rows_a_call_asks_from_the_first_row_on_that_is_not_known():
+    script = [(2, "abort"), (0, "abort"), (1, "abort"), (1, "stop")]  # 3 prompt tokens; the empty call sends no rows
+    _, _, engine = collect(lambda r, c, q: script[c], groups=1, limit=2, delta_rows=True)
+    assert [q.row_start for q in engine.requests if q.request_id.startswith("r0.")] == [0, 4, 4, 5]
+    _, _, engine = collect(lambda r, c, q: script[c], groups=1, limit=2)
+    assert {q.row_start for q in engine.requests} == {0}

@@ -1,0 +1,25 @@
+"""`python -m analysis COMMAND`: what runs show, from their files. Exit codes: 0 done, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from analysis import merge_error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 unusable input, said on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m analysis", description=__doc__)
+    merge_error.add_command(parser.add_subparsers(required=True, metavar="COMMAND"))
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

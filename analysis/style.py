@@ -1,0 +1,158 @@
+"""How every figure looks: one colour and marker per strategy everywhere, labels beside the lines, a zero that is shown.
+
+Merge errors span decades and are exactly zero where a rule is exact: axes are logarithmic down to the lowest decade,
+and linear from there to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+# Okabe and Ito's colours, which colour-blind readers tell apart, and two greys; the marker tells them apart in grey.
+_STYLES: dict[str, tuple[str, str]] = {
+    "replace": ("#D55E00", "o"),
+    "slice_concat": ("#0072B2", "s"),
+    "naive_concat": ("#000000", "X"),
+    "live": ("#009E73", "^"),
+    "recompute": ("#CC79A7", "D"),
+    "last_segment": ("#E69F00", "v"),
+    "mask_stale": ("#56B4E9", "P"),
+    "gated": ("#7F7F7F", "h"),
+    "shuffled": ("#3D3D3D", "*"),
+    "exact": ("#000000", "d"),
+}
+_OTHER = ("#7F7F7F", "p")
+_MARKER_SIZES = {"X": 6.5, "P": 6.5, "*": 9.0}
+INK = "#222222"
+FAINT = "#DDDDDD"
+_LABEL_PITCH_PT = 10.5
+_DECADES = 5  # shown at most; smaller values are rounding, and lie between 0 and the lowest decade
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_ZERO_SHARE = 0.45  # of a decade, for the part from 0 to the lowest decade
+
+_SETTINGS: Any = {
+    "svg.hashsalt": "routemerge",  # equal numbers, equal bytes
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.grid": False,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+def settings() -> Any:
+    """Returns a context in which matplotlib draws as this project does, whatever the user's own settings are."""
+    return mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS})
+
+
+def style(strategy: str) -> dict[str, Any]:
+    """Returns colour and marker of a strategy, for `plot` and `errorbar`; a user's own strategies share one."""
+    colour, marker = _STYLES.get(strategy, _OTHER)
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": _MARKER_SIZES.get(marker, 5.0),
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
+
+
+def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[float]) -> None:
+    """Scales axis `which` (`x` or `y`) of `axes`: 0 at its end, then decades from the least positive mean to the
+    largest upper end `highs` of an interval; an interval that reaches further down runs into the zero.
+    """
+    positive = np.array([mean for mean in means if mean > 0])
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    scale, limits = (axes.set_xscale, axes.set_xlim) if which == "x" else (axes.set_yscale, axes.set_ylim)
+    if not len(positive):
+        limits(-0.05, 1.0)
+        axis.set_major_locator(FixedLocator([0.0]))
+        return
+    largest = max([float(positive.max()), *(high for high in highs if high == high)])
+    highest = int(np.ceil(np.log10(largest)))
+    lowest = max(int(np.floor(np.log10(positive.min()))), highest - _DECADES)
+    threshold = 10.0**lowest
+    scale("symlog", linthresh=threshold, linscale=_ZERO_SHARE, base=10)
+    limits(-0.12 * threshold, 1.5 * max(largest, threshold))
+    axis.set_major_locator(FixedLocator([0.0, *(10.0**decade for decade in range(lowest, highest + 1))]))
+    axis.set_major_formatter(FuncFormatter(_decade))
+    axis.set_minor_locator(NullLocator())
+    axes.grid(axis="x" if which == "x" else "y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _decade(value: float, _: int) -> str:
+    return "0" if value == 0 else "10" + str(round(np.log10(value))).translate(_SUPERSCRIPT)
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
+    """Writes each name to the right of `axes`, level with its line's end where there is room, with a thin leader.
+
+    Limits and scale of the axes must be final.
+
+    Args:
+        ends: name, x and y of every line's last point, in data coordinates.
+    """
+    ends = sorted(
+        ends, key=lambda end: -end[1]
+    )  # of level points the leftmost is labelled highest: leaders do not cross
+    figure = axes.figure
+    points = 72.0 / figure.dpi
+    heights = [axes.transData.transform((x, y))[1] * points for _, x, y in ends]
+    bottom, top = (axes.transAxes.transform((0.0, edge))[1] * points for edge in (0.0, 1.0))
+    placed = _spread(heights, _LABEL_PITCH_PT, bottom, top)
+    for (name, x, y), height in zip(ends, placed, strict=True):
+        axes.annotate(
+            name,
+            xy=(x, y),
+            xytext=(1.03, (height - bottom) / (top - bottom)),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8.5,
+            arrowprops={"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkA": 1.0, "shrinkB": 3.0},
+            annotation_clip=False,
+        )
+
+
+def _spread(heights: Sequence[float], pitch: float, bottom: float, top: float) -> list[float]:
+    """Returns `heights` moved apart to at least `pitch`, order kept, within bottom and top where they fit."""
+    order = np.argsort(heights, kind="stable")  # level points: the first given is lowest
+    placed = np.clip(np.asarray(heights, dtype=np.float64)[order], bottom, top)
+    for _ in range(200):
+        gaps = np.diff(placed)
+        close = np.flatnonzero(gaps < pitch - 1e-6)
+        if not len(close):
+            break
+        for index in close:
+            push = (pitch - (placed[index + 1] - placed[index])) / 2
+            if push > 0:
+                placed[index] -= push
+                placed[index + 1] += push
+        placed += max(0.0, bottom - placed[0]) - max(0.0, placed[-1] - top)
+    out = np.empty(len(placed))
+    out[order] = placed
+    return out.tolist()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes `figure` as SVG, the same bytes for the same numbers: no date, no version."""
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,0 +1,160 @@
+"""HTTP to one SGLang server: requests out, JSON back. It knows no rollout and reads nothing into what comes back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from experiments.engines.base import PauseMode, Request
+
+MANAGEMENT_TIMEOUT_S = 600.0
+"""Of pauses and weight updates, which take as long as the model is large."""
+
+
+class ConnectionLost(RuntimeError):
+    """The server did not answer: it is gone, or it hangs."""
+
+
+class ServerRefused(RuntimeError):
+    """The server answered that it did not do what was asked."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are sampled, with nothing left to a server's or a checkpoint's defaults."""
+
+    temperature: float
+    top_p: float
+    stop_ids: Sequence[int]
+
+    def parameters(self, max_new_tokens: int) -> dict[str, Any]:
+        """Returns SGLang's `sampling_params` of one request; a new object for each."""
+        return {
+            "max_new_tokens": max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "stop_token_ids": list(self.stop_ids),
+            "ignore_eos": not self.stop_ids,
+        }
+
+
+def request_body(request: Request, sampling: Sampling, rid: str) -> dict[str, Any]:
+    """Returns the body of `/generate` for one request, rows and log-probs included; the server knows it as `rid`."""
+    return {
+        "rid": rid,
+        "input_ids": [int(token) for token in request.input_ids],
+        "sampling_params": sampling.parameters(request.max_new_tokens),
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "routed_experts_start_len": request.row_start,
+    }
+
+
+class SGLangClient:
+    """A connection pool to one server.
+
+    Args:
+        url: where it answers.
+        max_connections: requests under way at once; further ones wait here.
+        request_timeout_s: a request without an answer for so long counts as hung.
+    """
+
+    def __init__(self, url: str, *, max_connections: int, request_timeout_s: float):
+        self.url = url
+        self._request_timeout_s = request_timeout_s
+        limits = httpx.Limits(max_connections=max_connections + 1, max_keepalive_connections=max_connections + 1)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            limits=limits,
+            timeout=httpx.Timeout(MANAGEMENT_TIMEOUT_S, connect=10.0),
+            verify=url.startswith("https"),  # loading certificates takes a third of a second
+        )
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        """Returns the JSON of a reply, an error body included.
+
+        Raises:
+            ConnectionLost: no answer came; whether the server ran the request is not known.
+        """
+        return await self._json("POST", "/generate", body, timeout_s=self._request_timeout_s)
+
+    async def model_info(self) -> dict[str, Any]:
+        """Returns what the server says of its model, e.g. `weight_version`."""
+        return _object(await self._json("GET", "/model_info"), "/model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """Returns the server's settings."""
+        return _object(await self._json("GET", "/server_info"), "/server_info")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pauses generation.
+
+        Raises:
+            ServerRefused: it did not.
+        """
+        await self._done("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Continues generation.
+
+        Raises:
+            ServerRefused: it did not.
+        """
+        await self._done("/continue_generation", {})
+
+    async def abort_all(self) -> None:
+        """Asks for the end of every request that is in the server by now."""
+        await self._send("POST", "/abort_request", {"abort_all": True})
+
+    async def update_weights(self, folder: str, version: int, *, flush_cache: bool) -> tuple[bool, str]:
+        """Returns whether the server says that it holds and uses the new weights alone, and its message."""
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": flush_cache}
+        reply = _object(await self._json("POST", "/update_weights_from_disk", body), "/update_weights_from_disk")
+        return reply.get("success") is True, str(reply.get("message"))
+
+    async def flush_cache(self) -> bool:
+        """Returns whether the prefix cache was emptied."""
+        return (await self._send("POST", "/flush_cache", {})).status_code == httpx.codes.OK
+
+    async def _done(self, path: str, body: dict[str, Any]) -> None:
+        response = await self._send("POST", path, body)
+        if response.status_code != httpx.codes.OK:
+            raise ServerRefused(f"{self.url}{path} {body}: status {response.status_code}, {response.text[:300]}")
+
+    async def _json(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        response = await self._send(method, path, body, timeout_s)
+        try:
+            return response.json()
+        except ValueError:
+            return {"error": {"message": f"status {response.status_code}, {response.text[:300]!r}"}}
+
+    async def _send(self, method: str, path: str, body: Any, timeout_s: float | None = None) -> httpx.Response:
+        if self._http.is_closed:
+            raise ConnectionLost(f"{self.url}{path}: the connection was closed, the server is being replaced")
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s, connect=10.0, pool=None)
+        try:
+            return await self._http.request(method, path, json=body, timeout=timeout)
+        except httpx.TimeoutException as error:
+            waited = self._request_timeout_s if timeout_s is not None else MANAGEMENT_TIMEOUT_S
+            raise ConnectionLost(
+                f"{self.url}{path}: no answer within {waited:.0f} s ({type(error).__name__})"
+            ) from error
+        except httpx.TransportError as error:
+            raise ConnectionLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+def _object(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or "error" in value:
+        raise ServerRefused(f"{path}: an object expected, {str(value)[:300]} came")
+    return value

@@ -1,0 +1,55 @@
+"""Is this the server that the run needs? Asked once, before any rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from experiments.engines.base import Request
+from experiments.engines.sglang.client import Sampling, ServerRefused, SGLangClient, request_body
+from experiments.engines.sglang.reply import Sent, parse_reply
+from strategies.reply import ReplyError, RowShape
+
+REQUIRED: dict[str, tuple[Any, str]] = {
+    "enable_return_routed_experts": (True, "start it with --enable-return-routed-experts, or no rows come"),
+    "speculative_algorithm": (None, "rows are not recorded reliably with speculative decoding"),
+    "enable_eplb": (False, "expert load balancing records physical instead of logical expert ids"),
+    "pp_size": (1, "pipeline stages record the rows of their own layers only"),
+    "disaggregation_mode": ("null", "a decode worker never routed the prompt"),
+}
+"""Settings of a server whose rows can be replayed, and why."""
+
+
+async def check_settings(client: SGLangClient, prefix_cache: bool) -> None:
+    """Raises unless the server's settings allow its rows to be replayed. `prefix_cache`: it may keep one.
+
+    Raises:
+        ServerRefused: names the setting, its value and what is needed.
+    """
+    info = await client.server_info()
+    for name, (wanted, reason) in REQUIRED.items():
+        if info.get(name, wanted) != wanted:
+            raise ServerRefused(f"{client.url}: {name}={wanted} expected, {info[name]} came: {reason}")
+    if not prefix_cache and not info.get("disable_radix_cache", False):
+        raise ServerRefused(
+            f"{client.url}: disable_radix_cache=True expected, False came: after an update in place new requests would "
+            "be served from the KV cache of older weights; start it with --disable-radix-cache"
+        )
+
+
+async def check_model(client: SGLangClient, shape: RowShape, sampling: Sampling, name: str) -> None:
+    """Raises unless one generated token comes back with rows of the model's layers and experts.
+
+    Raises:
+        ServerRefused: names what was expected and what came.
+    """
+    request = Request(f"{name}-probe", np.arange(3, dtype=np.int32), max_new_tokens=1, sample_seed=0)
+    body = await client.generate(request_body(request, sampling, request.request_id))
+    try:
+        parse_reply(body, Sent(request.request_id, 3, 1, rid=request.request_id), shape)
+    except ReplyError as error:
+        raise ServerRefused(
+            f"{client.url}: a model of {shape.num_layers} layers and {shape.top_k} of {shape.num_experts} experts is "
+            f"expected, its first reply does not fit: {error}"
+        ) from error

@@ -1,0 +1,56 @@
+"""Whole runs with engine=sglang whose server fails. The server is a stand-in (tests/unit/sglang_kit.py): its tokens and
+rows come from no model, but the loop, the trainer and the checkpoints are real.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.sglang_kit import loopback_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server():
+    with loopback_server() as running:
+        running.layers = 2  # of experiment=smoke
+        yield running
+
+
+def test_a_failed_update_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(smoke_run, server, capsys):
+    arguments = ("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat", "shadow.every=0")
+    refusal = (400, {"success": False, "message": "Failed to update weights: no space"})
+    server.faults["/update_weights_from_disk"] = [None, None, None, refusal]  # the start, syncs 1 and 2, sync 3
+    failed = smoke_run(*arguments)
+    assert failed.code == 1
+    assert [row["loop/trainer_version"] for row in failed.rows] == [0, 1, 2]
+    printed = capsys.readouterr().err
+    assert "EngineLost: update to weight version 3" in printed
+    assert f"The newest checkpoint can be continued with resume={failed.folder}" in printed
+    assert server.version == "2"
+
+    server.faults.clear()
+    resumed = smoke_run(*arguments, f"resume={failed.folder}")
+    assert resumed.code == 0
+    assert [row["loop/trainer_version"] for row in resumed.rows] == list(range(8))
+    assert server.version == "8"
+
+
+def test_a_lost_server_ends_the_run_after_the_update_in_progress_with_a_checkpoint(smoke_run, server, capsys):
+    server.faults["/generate"] = [None] * 60 + ["drop"]
+    failed = smoke_run("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat")
+    assert failed.code == 1
+    assert "EngineLost: request r" in capsys.readouterr().err
+    assert (failed.folder / "checkpoint" / "state.pt").is_file()
+    assert failed.summary["status"] == "failed"
+
+
+def test_delta_rows_make_resumed_calls_cheaper_and_only_where_nothing_else_looks_at_the_rows(smoke_run, server):
+    arguments = ("engine=sglang", f"engine.url={server.url}", "steps=4")
+    for strategy, every, delta in (("slice_concat", 0, True), ("slice_concat", 2, False), ("replace", 0, False)):
+        server.bodies.clear()
+        run = smoke_run(*arguments, f"strategy={strategy}", f"shadow.every={every}", folder=f"{strategy}{every}")
+        assert run.code == 0
+        assert all(row["loop/row_bytes_per_token"] > 0 for row in run.rows)
+        assert any(body["routed_experts_start_len"] > 0 for body in server.bodies) is delta
