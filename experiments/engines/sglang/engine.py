@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -188,9 +189,10 @@ class SGLangEngine:
         try:
             async with self._slots:
                 while True:
+                    self._check_alive()
                     while not self._open.is_set():  # a pause may come between the signal and our turn
                         await self._open.wait()
-                    self._check_alive()
+                        self._check_alive()
                     incarnation = self._incarnation
                     try:
                         return self._take(await self._send(request))
@@ -208,10 +210,10 @@ class SGLangEngine:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"a pause mode of {get_args(PauseMode)} is expected, {mode!r} came")
-        self._open.clear()
-        self._pause_mode = mode
         if self._lost is not None:
             return
+        self._open.clear()
+        self._pause_mode = mode
         incarnation, client = await self._current()
         try:
             if mode == "abort":
@@ -273,21 +275,16 @@ class SGLangEngine:
         server, self._server = self._server, None
         self._lost = self._lost or EngineLost("the engine was closed")
         self._open.set()  # whoever waits gets the error
-        try:
+        with ExitStack() as whatever_happens:
+            whatever_happens.callback(self._publisher.close)
+            if server is not None:
+                whatever_happens.callback(server.kill)
             if client is not None:
                 if server is None:
                     await self._release(client)
                 await client.close()
-        finally:
-            try:
-                if server is not None:
-                    await server.stop()
-            except BaseException:  # a cancelled stop must not leave the server behind
-                if server is not None:
-                    server.kill()
-                raise
-            finally:
-                self._publisher.close()
+            if server is not None:
+                await server.stop()
 
     # --- one request --------------------------------------------------------------------------------------------------
 
