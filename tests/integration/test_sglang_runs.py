@@ -38,7 +38,7 @@ def test_a_failed_update_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(sm
 
 
 def test_a_lost_server_ends_the_run_after_the_update_in_progress_with_a_checkpoint(smoke_run, server, capsys):
-    server.faults["/generate"] = [None] * 60 + ["drop"]
+    server.faults |= {"/generate": [None] * 60 + ["drop"], "/health": [(503, {})]}
     failed = smoke_run("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat")
     assert failed.code == 1
     assert "EngineLost: request r" in capsys.readouterr().err

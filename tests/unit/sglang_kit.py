@@ -36,6 +36,7 @@ class LoopbackServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # many clients at once; beyond it the kernel resets connections
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -292,7 +292,7 @@ def test_a_failure_of_a_server_that_is_not_ours_ends_the_run(tmp_path, server, p
     """Nothing is mixed: no request is answered after it, and the error names what was being done."""
 
     async def scenario(engine):
-        server.faults = {path: [fault]}
+        server.faults = {path: [fault], "/health": [(503, {})]}
         if path == "/flush_cache":
             refusal = (400, {"success": False, "message": "Weights were updated, but not flushed"})
             server.faults["/update_weights_from_disk"] = [refusal]
@@ -307,14 +307,14 @@ def test_a_failure_of_a_server_that_is_not_ours_ends_the_run(tmp_path, server, p
             await engine.generate(request("r3.0"))
         await engine.pause("abort")  # nothing runs any more, so that a checkpoint can be saved
 
-    play(tmp_path, scenario, server.url, request_timeout_s=0.4)
+    play(tmp_path, scenario, server.url, request_timeout_s=0.4 if fault == "hang" else 30.0)
 
 
 def test_a_server_of_ours_that_dies_is_started_again_and_lost_requests_are_sent_again(tmp_path, caplog):
     servers = OwnedServers()
 
     async def scenario(engine):
-        servers.started[0][2].faults = {"/generate": ["drop", "drop"]}
+        servers.started[0][2].faults = {"/generate": ["drop", "drop"], "/health": [(503, {}), (503, {})]}
         replies = await asyncio.gather(*(engine.generate(request(f"r{i}.0", tokens=5)) for i in range(3)))
         return replies, engine.stats().restarts
 
@@ -323,6 +323,18 @@ def test_a_server_of_ours_that_dies_is_started_again_and_lost_requests_are_sent_
     assert [(folder.name, version) for folder, version, _ in servers.started] == [("v5", 5)] * 2
     assert restarts == 1
     assert "starting it again" in caplog.text
+
+
+def test_a_connection_that_breaks_while_the_server_is_well_costs_one_more_send(tmp_path, server, caplog):
+    async def scenario(engine):
+        server.faults = {"/generate": ["drop", "drop"]}
+        return await engine.generate(request("r1.0", tokens=3))
+
+    assert play(tmp_path, scenario, server.url).call.new_tokens == 3
+    assert caplog.text.count("request r1.0: sent again") == 2
+    server.faults = {"/generate": [None, "drop", "drop", "drop"]}
+    with pytest.raises(EngineLost, match=r"request r1\.0: the server at"):
+        play(tmp_path, lambda engine: engine.generate(request("r1.0", tokens=3)), server.url)
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/pause_generation", "/continue_generation"])
@@ -359,9 +371,10 @@ def test_a_server_of_ours_that_refused_an_update_is_replaced_never_mixed(tmp_pat
 
 
 def test_a_server_that_keeps_dying_ends_the_run_with_its_log(tmp_path):
-    servers = OwnedServers(
-        lambda server, number: server.faults.update({"/generate": [*[None] * (number == 0), "drop"]})
-    )
+    def ill(server: LoopbackServer, number: int) -> None:
+        server.faults = {"/generate": [*[None] * (number == 0), "drop"], "/health": [(503, {})] * 2}
+
+    servers = OwnedServers(ill)
 
     async def scenario(engine):
         await engine.generate(request())

@@ -15,8 +15,19 @@ MANAGEMENT_TIMEOUT_S = 600.0
 """Of pauses and weight updates, which take as long as the model is large."""
 
 
+KEEP_ALIVE_S = 2.0
+"""Idle connections are closed by us before SGLang's server does (after 5 s), so that no request runs into that."""
+
+
 class ConnectionLost(RuntimeError):
-    """The server did not answer: it is gone, or it hangs."""
+    """The server did not answer: it is gone, or (`hung`) it took too long."""
+
+    def __init__(self, message: str, *, hung: bool = False):
+        super().__init__(message)
+        self.hung = hung
+
+
+HEALTH_TIMEOUT_S = 20.0
 
 
 class ServerRefused(RuntimeError):
@@ -68,7 +79,11 @@ class SGLangClient:
     def __init__(self, url: str, *, max_connections: int, request_timeout_s: float):
         self.url = url
         self._request_timeout_s = request_timeout_s
-        limits = httpx.Limits(max_connections=max_connections + 1, max_keepalive_connections=max_connections + 1)
+        limits = httpx.Limits(
+            max_connections=max_connections + 1,
+            max_keepalive_connections=max_connections + 1,
+            keepalive_expiry=KEEP_ALIVE_S,
+        )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -88,6 +103,13 @@ class SGLangClient:
             ConnectionLost: no answer came; whether the server ran the request is not known.
         """
         return await self._json("POST", "/generate", body, timeout_s=self._request_timeout_s)
+
+    async def healthy(self) -> bool:
+        """Returns whether the server says that it is well."""
+        try:
+            return (await self._send("GET", "/health", None, HEALTH_TIMEOUT_S)).status_code == httpx.codes.OK
+        except ConnectionLost:
+            return False
 
     async def model_info(self) -> dict[str, Any]:
         """Returns what the server says of its model, e.g. `weight_version`."""
@@ -146,10 +168,9 @@ class SGLangClient:
         try:
             return await self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:
-            waited = self._request_timeout_s if timeout_s is not None else MANAGEMENT_TIMEOUT_S
-            raise ConnectionLost(
-                f"{self.url}{path}: no answer within {waited:.0f} s ({type(error).__name__})"
-            ) from error
+            waited = MANAGEMENT_TIMEOUT_S if timeout_s is None else timeout_s
+            message = f"{self.url}{path}: no answer within {waited:.0f} s ({type(error).__name__})"
+            raise ConnectionLost(message, hung=True) from error
         except httpx.TransportError as error:
             raise ConnectionLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 

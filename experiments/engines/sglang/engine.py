@@ -11,11 +11,13 @@ first. An update that fails leaves a server in an unknown state: it is restarted
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -36,6 +38,10 @@ log = logging.getLogger(__name__)
 
 DRAIN_RETRY_S = 0.05
 """Between two orders to abort: a request on its way to the server is not reached by the first."""
+
+
+MAX_RESENDS = 2
+"""Of one request whose connection broke while the server is well."""
 
 
 @dataclass(frozen=True)
@@ -187,15 +193,20 @@ class SGLangEngine:
         self._names.add(request.request_id)
         try:
             async with self._slots:
-                while True:
+                for attempt in itertools.count():
+                    self._check_alive()
                     while not self._open.is_set():  # a pause may come between the signal and our turn
                         await self._open.wait()
-                    self._check_alive()
-                    incarnation = self._incarnation
+                        self._check_alive()
+                    incarnation, client = self._incarnation, self._client
                     try:
-                        return self._take(await self._send(request))
+                        return self._take(await self._send(client, request, attempt))
                     except ConnectionLost as error:
+                        if attempt < MAX_RESENDS and not error.hung and await client.healthy():
+                            log.warning("request %s: sent again: %s", request.request_id, error)
+                            continue
                         await self._recover(incarnation, f"request {request.request_id}", error)
+            raise AssertionError("the loop above has no end")
         finally:
             self._names.discard(request.request_id)
 
@@ -208,10 +219,10 @@ class SGLangEngine:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"a pause mode of {get_args(PauseMode)} is expected, {mode!r} came")
-        self._open.clear()
-        self._pause_mode = mode
         if self._lost is not None:
             return
+        self._open.clear()
+        self._pause_mode = mode
         incarnation, client = await self._current()
         try:
             if mode == "abort":
@@ -273,29 +284,23 @@ class SGLangEngine:
         server, self._server = self._server, None
         self._lost = self._lost or EngineLost("the engine was closed")
         self._open.set()  # whoever waits gets the error
-        try:
+        with ExitStack() as whatever_happens:
+            whatever_happens.callback(self._publisher.close)
+            if server is not None:
+                whatever_happens.callback(server.kill)
             if client is not None:
                 if server is None:
                     await self._release(client)
                 await client.close()
-        finally:
-            try:
-                if server is not None:
-                    await server.stop()
-            except BaseException:  # a cancelled stop must not leave the server behind
-                if server is not None:
-                    server.kill()
-                raise
-            finally:
-                self._publisher.close()
+            if server is not None:
+                await server.stop()
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    async def _send(self, request: Request) -> ParsedReply:
+    async def _send(self, client: SGLangClient, request: Request, attempt: int) -> ParsedReply:
         """Returns the parsed reply to one request; no other task runs between the gate and the send."""
-        assert self._client is not None
-        client, oldest = self._client, self._version
-        rid = f"{self._name}-{request.request_id}-{self._incarnation}"
+        oldest = self._version
+        rid = f"{self._name}-{request.request_id}-{attempt}"
         if not self._sending:
             self._busy_since = time.perf_counter()
         self._sending.add(rid)

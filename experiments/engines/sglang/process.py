@@ -112,6 +112,7 @@ class ServerProcess:
 
     def __init__(self, launch: Launch, url: str, log_path: Path):
         self.url, self._log_path = url, log_path
+        self._ended = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [str(launch.python), str(HERE / "server_main.py"), str(os.getpid()), *launch.arguments]
         with log_path.open("ab") as output:
@@ -175,7 +176,10 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the server's whole process group at once."""
+        """Ends the server's whole process group at once. May be called twice."""
+        if self._ended:  # the group's number may be somebody else's by now
+            return
+        self._ended = True
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
