@@ -134,6 +134,7 @@ def rollouts(versions: list[Qwen3MoeForCausalLM], mode: PauseMode, resume_rows: 
             limits=RolloutLimits(response=24, context=64, empty_aborts=3),
             shape=RowShape(L, K, E),
             resume_rows=resume_rows,
+            delta_rows=False,
             group_size=2,
             seed=0,
             version=lambda: 0,
