@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig
 
-from experiments.clock import WallClock
+from experiments.clock import VirtualClock, WallClock
 from experiments.engines.base import Engine, PauseMode, Reply, Request
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.sglang.client import Sampling
@@ -59,9 +58,11 @@ def sglang_engine(server: ServerProcess, folder: Path, **settings: Any) -> SGLan
     )
 
 
-def embedded_engine(clock: WallClock, stop_ids: tuple[int, ...] = ()) -> EmbeddedEngine:
-    """Returns the in-process engine of the same model, not started."""
-    return EmbeddedEngine(CONFIG, clock=clock, **SETTINGS | {"temperature": TEMPERATURE, "stop_ids": stop_ids})
+def embedded_engine(stop_ids: tuple[int, ...] = ()) -> EmbeddedEngine:
+    """Returns the in-process engine of the same model, not started. On the virtual clock pauses come at the same tokens
+    however busy the machine is.
+    """
+    return EmbeddedEngine(CONFIG, clock=VirtualClock(), **SETTINGS | {"temperature": TEMPERATURE, "stop_ids": stop_ids})
 
 
 def play(engine: Engine, weights: Weights, version: int, scenario: Callable[[Engine], Awaitable[Any]]) -> Any:
@@ -74,8 +75,9 @@ def play(engine: Engine, weights: Weights, version: int, scenario: Callable[[Eng
         finally:
             await engine.close()
 
+    clock = engine._clock if isinstance(engine, EmbeddedEngine) else WallClock()
     with one_thread():
-        return asyncio.run(run())
+        return clock.run_loop(run())
 
 
 def request(name: str, tokens: np.ndarray | None = None, budget: int = RESPONSE, row_start: int = 0) -> Request:
@@ -86,10 +88,11 @@ def request(name: str, tokens: np.ndarray | None = None, budget: int = RESPONSE,
 
 
 async def seconds_of_a_response(engine: Engine) -> float:
-    """Returns how long a whole response takes on this machine, so that pauses can come in its midst."""
-    started = time.perf_counter()
+    """Returns how long a whole response takes on the engine's clock, so that pauses can come in its midst."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
     await engine.generate(request("timing"))
-    return time.perf_counter() - started
+    return loop.time() - started
 
 
 async def update(engine: Engine, mode: PauseMode, weights: Weights, version: int) -> None:

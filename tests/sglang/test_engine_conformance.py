@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from experiments.clock import WallClock
 from experiments.engines.base import Engine, PauseMode, Request
 from tests.sglang.kit import (
     CONFIG,
@@ -40,7 +39,7 @@ def make(request: pytest.FixtureRequest, tmp_path) -> Iterator[Make]:
         server = request.getfixturevalue("server")
         yield lambda: sglang_engine(server, tmp_path)
     else:
-        yield lambda: embedded_engine(WallClock())
+        yield embedded_engine
 
 
 def model(version: int):
