@@ -67,6 +67,10 @@ def read_run(folder: Path) -> Run:
             f"{folder}: expected the directory of a run, found {'a file' if folder.exists() else 'nothing'}"
         )
     summary = _json(folder / "summary.json", _text(folder / "summary.json"))
+    if summary.get("mode") == "score":
+        raise ValueError(
+            f"{folder} scored a recording: its settings are those of the recorded run; give that run instead"
+        )
     config = _config(folder / ".hydra" / "config.yaml")
     path = folder / "merge_errors.jsonl"
     if not path.is_file():

@@ -28,6 +28,7 @@ _REPETITION = (
     "resume",
     "threads",
     "checkpoint",
+    "record",
     "shadow",
     "task.warm_start.cache_dir",
 )

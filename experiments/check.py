@@ -22,6 +22,7 @@ from strategies.base import MergeStrategy
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
 """Where a run directory keeps its newest checkpoint."""
 
+EXACT_TARGETS = ("strategies.Exact", "strategies.exact.Exact")
 STRATEGY_FILES = Path(__file__).resolve().parents[1] / "conf" / "strategy"
 
 
@@ -125,6 +126,31 @@ def build_strategies(config: Config) -> tuple[MergeStrategy, dict[str, MergeStra
     nodes = strategy_nodes(config.shadow.strategies, "shadow.strategies")
     shadows = {name: build_strategy(node, f"shadow.strategies.{name}") for name, node in nodes.items()}
     return build_strategy(config.strategy, "strategy"), shadows
+
+
+def check_names(strategy_name: str, config: Config) -> None:
+    """Refuses names under which metrics would say something else than they seem to.
+
+    Raises:
+        ConfigError: `exact` is another class, or shadow scoring has another strategy of the run's name.
+    """
+    strategy = plain(config.strategy)
+    if strategy_name == "exact" and strategy.get("_target_") not in EXACT_TARGETS:
+        raise ConfigError(
+            f"`strategy=exact` is the reference of every merge error, it cannot be {strategy.get('_target_')}; "
+            "give the class a YAML and a name of its own"
+        )
+    shadow = strategy_nodes(config.shadow.strategies, "shadow.strategies").get(strategy_name)
+    if shadow is not None and plain(shadow) != strategy:
+        raise ConfigError(
+            f"`shadow.strategies`: {strategy_name} differs from the run's own strategy of that name ({plain(shadow)}, "
+            f"{strategy}); give one of them another name"
+        )
+
+
+def plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a strategy's node as a plain mapping."""
+    return {str(key): value for key, value in node.items()}
 
 
 def check(config: Config, strategy: MergeStrategy) -> None:

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.metrics.merge_error import NOISE
+
 RESAMPLES = 2000
 LEVEL = 0.95
 MIN_ROLLOUTS = 10
 """An interval from fewer clusters means nothing."""
 
 
-def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def decide(lines: Sequence[Mapping[str, Any]], excluded_frac: float = 0.0) -> dict[str, Any] | None:
     """Returns the ranking by mean |merge error|, smallest first; None without a scored strategy.
 
     Every strategy is judged on the tokens that it counts; `loss_frac` says which share of all that is. One that masks
@@ -30,6 +32,7 @@ def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     Args:
         lines: of merge_errors.jsonl (experiments/shadow_report.py).
+        excluded_frac: share of the scored rollouts that have no exact view and are in no line (`merge/excluded_frac`).
     """
     names = sorted({name for line in lines for name in line["errors"]})
     if not names:
@@ -58,14 +61,16 @@ def decide(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         }
         for index in order
     ]
-    return {
+    decision = {
         "measure": "mean |merge error| per token, nats",
         "interval": f"{LEVEL:.0%} cluster bootstrap over rollouts, {RESAMPLES} resamples",
         "rollouts": len(rollouts),
+        "interrupted": int(np.unique(owner[[line["segments"] > 1 for line in lines]]).size),
+        "excluded_frac": excluded_frac,
         "tokens": int(tokens.sum()),
         "ranking": ranking,
-        "verdict": _verdict([entry for entry in ranking if entry["loss_frac"] == 1.0], len(rollouts)),
     }
+    return decision | {"verdict": _verdict(decision)}
 
 
 def _resample(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -88,28 +93,36 @@ def _interval(resampled: NDArray[np.float64] | None, index: int) -> dict[str, fl
 
 
 def _share_below(resampled: NDArray[np.float64] | None, index: int, following: int | None) -> float | None:
+    """Returns the share of resamples in which `index` is below `following`; equal ones count half."""
     if resampled is None or following is None:
         return None
-    return float((resampled[:, index] < resampled[:, following]).mean())
+    mine, other = resampled[:, index], resampled[:, following]
+    return float((mine < other).mean() + 0.5 * (mine == other).mean())
 
 
-def _verdict(ranking: Sequence[Mapping[str, Any]], rollouts: int) -> str:
+def _verdict(decision: Mapping[str, Any]) -> str:
     """Returns the ranking of the rules that count all tokens in one sentence, and no more than it supports."""
+    rollouts = f"these {decision['rollouts']} rollouts"
+    if decision["excluded_frac"] > 0:
+        rollouts += f" ({decision['excluded_frac']:.0%} more have no exact rows and were left out)"
+    ranking = [entry for entry in decision["ranking"] if entry["loss_frac"] == 1.0]
+    if not decision["interrupted"]:
+        return f"none of {rollouts} was interrupted: there was nothing to merge"
     if not ranking:
         return "no scored rule counts all tokens: nothing to compare"
     best = ranking[0]
-    if best["mean"] == 0.0:
-        exact = [entry["strategy"] for entry in ranking if entry["mean"] == 0.0]
-        return f"{' and '.join(exact)}: no merge error on these {rollouts} rollouts"
+    if best["mean"] < NOISE:
+        exact = [entry["strategy"] for entry in ranking if entry["mean"] < NOISE]
+        return f"{', '.join(exact)}: no merge error on {rollouts}"
     if len(ranking) == 1:
-        return f"{best['strategy']}: mean |merge error| {best['mean']:.2g} nats on {rollouts} rollouts"
+        return f"{best['strategy']}: mean |merge error| {best['mean']:.2g} nats on {rollouts}"
     share, following = best["better_than_next"], ranking[1]
     if share is None:
-        return f"{rollouts} rollouts are too few to rank strategies; {MIN_ROLLOUTS} are needed"
+        return f"{rollouts} are too few to rank strategies; {MIN_ROLLOUTS} are needed"
     if share < LEVEL:
-        return f"{best['strategy']} and {following['strategy']} are not told apart by these {rollouts} rollouts"
+        return f"{best['strategy']} and {following['strategy']} are not told apart by {rollouts}"
     factor = following["mean"] / best["mean"]
-    return f"{best['strategy']} errs least on these {rollouts} rollouts, {factor:.1f} times less than the next"
+    return f"{best['strategy']} errs least on {rollouts}, {factor:.1f} times less than the next"
 
 
 def decision_table(decision: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,9 @@ it.
 """
 
 
+REQUEST_FACTOR = 10.0
+
+
 class AuditError(RuntimeError):
     """The engine returned rows that are not those of its weights; names the request."""
 
@@ -37,7 +40,8 @@ class AuditPlan:
     """How rows are audited.
 
     Attributes:
-        limit: largest share of differing cells of one request, of its prefilled or of its decoded rows.
+        limit: largest share of differing cells of a batch. One request, its prefilled or its decoded rows, may reach
+            REQUEST_FACTOR times that, at most half.
         pinned: resumed prefixes were routed through their recorded rows: the router did not choose there.
     """
 
@@ -79,11 +83,12 @@ def score_generating(
     Rollouts whose rows the engine mixed inside a call, and calls that returned no full rows, are left out.
 
     Raises:
-        AuditError: a request's rows differ from the router's by more than `plan.limit`.
+        AuditError: the rows of the batch, or of one request, differ from the router's by more than the plan allows.
     """
     log_probs = [np.full(rollout.length, np.nan, dtype=np.float32) for rollout in rollouts]
     returned: list[Rows] = []
     chosen: list[Rows] = []
+    differing: dict[str, int] = {}
     by_version: dict[int, list[_Piece]] = {}
     for index, rollout in enumerate(rollouts):
         for piece in _pieces(index, rollout, plan.pinned):
@@ -103,7 +108,9 @@ def score_generating(
                 own = slice(piece.audit_from, None)
                 returned.append(piece.rows[own])
                 chosen.append(score.rows[own])
-                if _check(rollouts[piece.index], piece, score.rows, plan.limit):
+                call = rollouts[piece.index].calls[piece.call]
+                differing[call.request_id] = _differing(rollouts[piece.index], piece, score.rows, plan.limit)
+                if not differing[call.request_id]:
                     _store(log_probs, rollouts, piece, version, score.log_probs)
                 else:
                     replayed.append(piece)
@@ -111,7 +118,25 @@ def score_generating(
             for piece, score in zip(replayed, scores, strict=True):
                 _store(log_probs, rollouts, piece, version, score.log_probs)
     agreement = compare_rows(np.concatenate(returned), np.concatenate(chosen)) if returned else None
+    if agreement is not None:
+        _check_batch(agreement, differing, plan.limit)
     return GeneratingScores(log_probs, agreement)
+
+
+def _check_batch(agreement: RouteAgreement, differing: dict[str, int], limit: float) -> None:
+    """Raises AuditError when the rows of the whole batch differ too much: rows of neighbouring weights differ little in
+    any one request.
+    """
+    cells = int(agreement.cells.sum())
+    count = cells - int(agreement.identical.sum())
+    if count >= MIN_CELLS and count > limit * cells:
+        worst = max(differing, key=lambda name: differing[name])
+        raise AuditError(
+            f"{count} of {cells} cells of the batch's rows ({count / cells:.2%}) are not what the trainer's router "
+            f"chooses under the weights that generated them, at most {limit:.2%} may differ (shadow.audit_limit); in "
+            f"{sum(n > 0 for n in differing.values())} of {len(differing)} requests, most in request {worst} "
+            f"({differing[worst]} cells). {_ADVICE}"
+        )
 
 
 def _pieces(index: int, rollout: Rollout, pinned: bool) -> list[_Piece]:
@@ -156,30 +181,34 @@ def _store(
     log_probs[piece.index][own][sampled] = values[own][sampled]
 
 
-def _check(rollout: Rollout, piece: _Piece, chosen: Rows, limit: float) -> bool:
-    """Returns whether the call's rows are the router's, as sets.
+def _differing(rollout: Rollout, piece: _Piece, chosen: Rows, limit: float) -> int:
+    """Returns in how many cells the call's rows are not the router's, as sets.
 
     Raises:
-        AuditError: they differ by more than `limit`, in the prefilled or in the decoded positions.
+        AuditError: too many, in the prefilled or in the decoded positions.
     """
     assert piece.audit_from is not None
     differs = (np.sort(piece.rows, axis=-1) != np.sort(chosen, axis=-1)).any(axis=-1)  # [last-1, L]
-    if not differs.any():
-        return True
-    call = rollout.calls[piece.call]
+    call, most = rollout.calls[piece.call], min(REQUEST_FACTOR * limit, 0.5)
     for name, part in (
         ("prefilled", slice(piece.audit_from, call.input_len)),
         ("decoded", slice(call.input_len, None)),
     ):
         count, cells = int(differs[part].sum()), differs[part].size
-        if count >= MIN_CELLS and count > limit * cells:
+        if count >= MIN_CELLS and count > most * cells:
             position, layer = (int(i) for i in np.argwhere(differs[part])[0])
             position += part.start
             raise AuditError(
                 f"request {call.request_id} (weight version {int(call.versions[0])}): {count} of {cells} cells of its "
                 f"{name} rows are not what the trainer's router chooses under the weights that generated them, at most "
-                f"{limit:.0%} may differ (shadow.audit_limit); first at position {position}, layer {layer}: "
-                f"{piece.rows[position, layer].tolist()} returned, {chosen[position, layer].tolist()} chosen. "
-                "The engine's rows are shifted, stale or corrupt, or its numerics differ more than the limit allows"
+                f"{most:.1%} may differ ({REQUEST_FACTOR:.0f} times shadow.audit_limit); first at position {position}, "
+                f"layer {layer}: {piece.rows[position, layer].tolist()} returned, {chosen[position, layer].tolist()} "
+                f"chosen. {_ADVICE}"
             )
-    return False
+    return int(differs[piece.audit_from :].sum())
+
+
+_ADVICE = (
+    "The engine's rows are shifted, stale or corrupt, or its numerics differ more than the limit allows: check the "
+    "engine, or raise the limit if the difference is understood"
+)

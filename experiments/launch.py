@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies
+from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies, check_names
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.base import Engine
 from experiments.engines.embedded import EmbeddedEngine
@@ -82,6 +82,7 @@ def launch(job: Job) -> int:
     config = job.config
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     with as_config_errors():
+        check_names(job.strategy_name, config)
         saved = _saved(job)
         task = load_task(config.task, config.seed, config.model.checkpoint)
         check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))

@@ -190,7 +190,9 @@ def unpack(path: Path, columns: Mapping[str, Array], shape: tuple[int, int, int]
     fields |= {name: reader.ragged(name, per_call) for name in _CALL_TOKENS}
     for name in _OPTIONAL_ROWS:
         known = reader.plain(f"{name}.known", per_call)
-        fields[name] = [r if k else None for r, k in zip(reader.ragged(name, per_call), known, strict=True)]
+        signed = np.result_type(row_type(shape[2]), np.int8)  # a strategy may mark live rows with -1 in a copy
+        rows = [r.astype(signed) for r in reader.ragged(name, per_call)]
+        fields[name] = [r if k else None for r, k in zip(rows, known, strict=True)]
     calls = [EngineCall(**{name: values[i] for name, values in fields.items()}) for i in range(per_call)]
     owned = [tuple(calls[start:end]) for start, end in pairwise(offsets.tolist())]
     ids, tokens = reader.text("rollout_id", number), reader.ragged("tokens", number)

@@ -232,7 +232,7 @@ class ShadowConfig:
     every: int = MISSING  # updates; 0: never
     strategies: Any = MISSING  # list of names of conf/strategy files, or {name: _target_ node}
     probe_every: int = MISSING  # of the scored updates, those whose number is a multiple of this are probed too
-    audit_limit: dict[str, float] = MISSING  # by engine.dtype: largest share of a request's cells
+    audit_limit: dict[str, float] = MISSING  # by engine.dtype: largest share of a batch's cells
 
 
 @dataclass

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from experiments.trainers.base import ReplaySequence, Score, Trainer
 from strategies.base import MergeStrategy
-from strategies.checks import live_rows
-from strategies.types import ReplayView, Rollout
+from strategies.checks import clip, live_rows, missing, rows_used
+from strategies.types import MergeError, ReplayView, Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,33 @@ def merge(strategy: MergeStrategy, rollouts: Sequence[Rollout]) -> list[list[Rep
     Raises:
         MergeError: from the strategy; it names the rollout.
     """
-    return [[view for view in strategy(rollout) if view.loss_mask.any()] for rollout in rollouts]
+    return [_merged(strategy, rollout) for rollout in rollouts]
+
+
+def _merged(strategy: MergeStrategy, rollout: Rollout) -> list[ReplayView]:
+    views = [view for view in strategy(rollout) if view.loss_mask.any()]
+    if len(views) > 1:
+        counted = np.zeros(rollout.length, dtype=np.int64)
+        for view in views:
+            counted[: view.length] += view.loss_mask
+        twice = np.flatnonzero(counted > 1)
+        if strategy.single_view or len(twice):
+            fault = f"position {twice[0]} carries loss in two views" if len(twice) else "single_view is True"
+            raise MergeError(
+                f"rollout {rollout.rollout_id}: {type(strategy).__name__} gave {len(views)} views; every token may "
+                f"carry loss once, and {fault}"
+            )
+    return views
+
+
+def has_exact_rows(rollout: Rollout) -> bool:
+    """Says whether the rows that every segment was sampled through are known: the engine returned them and did not mix
+    them inside a call.
+    """
+    if any(call.mixed_rows for call in rollout.calls):
+        return False
+    spans = [clip(rows_used(rollout, s.call_index), 0, s.last - 1) for s in rollout.segments()]
+    return all(missing(rollout, own) is None for own in spans)
 
 
 def freeze_live_rows(

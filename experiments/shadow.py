@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.generating import AuditPlan, GeneratingScores, score_generating
-from experiments.scoring import BatchScorer, ScoredViews, merge
+from experiments.scoring import BatchScorer, ScoredViews, has_exact_rows, merge
 from experiments.trainers.base import Trainer
 from experiments.weight_history import WeightHistory
 from strategies.base import MergeStrategy
@@ -114,14 +114,21 @@ class ShadowScorer:
     def _views(self, rollouts: list[Rollout], own: Mapping[str, Views]) -> dict[str, Views]:
         """Returns per strategy name the views to compare, `[rollout][view]`.
 
-        A rollout whose rows the engine mixed inside a call has no exact view, so that nothing can be said about it: it
-        has no views here under any strategy, and is counted.
+        A rollout whose rows the engine mixed inside a call, or did not return, has no exact view, so that nothing can
+        be said about it: it has no views here under any strategy, and is counted.
         """
-        whole = [not any(call.mixed_rows for call in rollout.calls) for rollout in rollouts]
+        whole = [has_exact_rows(rollout) for rollout in rollouts]
         kept = [rollout for rollout, is_whole in zip(rollouts, whole, strict=True) if is_whole]
-        rules = {**self._plan.strategies, EXACT: self._plan.exact}
-        named = {name: iter(merge(rule, kept)) for name, rule in rules.items() if name not in own}
+        rules = {EXACT: self._plan.exact, **self._plan.strategies}  # the reference first: a rule might write into rows
+        named = {name: iter(_merge(name, rule, kept)) for name, rule in rules.items() if name not in own}
         compared = {name: [next(rest) if is_whole else [] for is_whole in whole] for name, rest in named.items()}
         for name, views in own.items():
             compared[name] = [list(v) if is_whole else [] for v, is_whole in zip(views, whole, strict=True)]
         return compared
+
+
+def _merge(name: str, rule: MergeStrategy, rollouts: list[Rollout]) -> Views:
+    try:
+        return merge(rule, rollouts)
+    except Exception as error:  # a user's class may raise anything; of many rules, the reader must know which
+        raise RuntimeError(f"shadow scoring, strategy {name}: {type(error).__name__}: {error}") from error

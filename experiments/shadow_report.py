@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from experiments.generating import GeneratingScores
 from experiments.metrics.decomposition import decompose, decomposition_metrics, rest_metrics
-from experiments.metrics.merge_error import merge_errors, merge_metrics
+from experiments.metrics.merge_error import NOISE, merge_errors, merge_metrics
 from experiments.metrics.ratios import shadow_metrics
 from experiments.metrics.route_keys import MERGE_EXCLUDED
 from experiments.metrics.routes import (
@@ -26,7 +26,7 @@ from experiments.metrics.routes import (
 )
 from experiments.metrics.tokens import UNKNOWN_LAG, TokenTable
 from experiments.schema import AlgorithmConfig
-from experiments.scoring import ScoredViews
+from experiments.scoring import ScoredViews, has_exact_rows
 from experiments.shadow import EXACT, ShadowScores, Views
 from strategies.types import ReplayView, Rollout, Rows
 
@@ -72,12 +72,13 @@ class ShadowReport:
         """
         out: dict[str, float] = {}
         exact = self.tables[EXACT]
+        excluded = float(np.mean([not has_exact_rows(rollout) for rollout in self.rollouts]))
         for name, table in self.tables.items():
-            # Forwards repeat bit for bit on one machine, so that no noise floor has to be taken off.
-            out |= merge_metrics(table, exact, name, floor=0.0)
-            if name != strategy:
+            out |= merge_metrics(table, exact, name, floor=NOISE)
+            # The run's own ratios are over all its rollouts: where some are left out here, they cannot be compared.
+            if name != strategy or excluded:
                 out |= shadow_metrics(table, self.algorithm, name)
-        out[MERGE_EXCLUDED] = float(np.mean([any(call.mixed_rows for call in r.calls) for r in self.rollouts]))
+        out[MERGE_EXCLUDED] = excluded
         own = self.scores.scored[strategy].views
         out |= _agreement(None, against_exact(own, self.scores.scored[EXACT].views))
         probe = self.scores.probe
@@ -114,8 +115,8 @@ class ShadowReport:
             at = np.searchsorted(keys, table.rollout * stride + table.segment)
             total = np.bincount(at, weights=np.abs(merge_errors(table, exact)), minlength=len(keys))
             count = np.bincount(at, minlength=len(keys))
-            counted = np.flatnonzero(count)
-            where = [(int(keys[i]) // stride, int(exact.position[first[i]])) for i in counted]
+            counted, start = np.unique(at, return_index=True)
+            where = list(zip(table.rollout[start].tolist(), table.position[start].tolist(), strict=True))
             for index, changed in zip(counted, self._changed(name, where), strict=True):
                 lines[index]["errors"][name] = [float(total[index]), int(count[index]), changed]
         return lines

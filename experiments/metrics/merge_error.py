@@ -15,6 +15,9 @@ from experiments.metrics.log_ratio import Float, k3
 from experiments.metrics.route_keys import MERGE_SPLITS
 from experiments.metrics.tokens import TokenTable
 
+NOISE = 1e-6
+"""|m| up to this is rounding, nats: a forward over a longer view is padded and added up otherwise."""
+
 
 def merge_errors(strategy: TokenTable, exact: TokenTable) -> Float:
     """Returns float64 `[N]`, nats: m of every token that the strategy counts.

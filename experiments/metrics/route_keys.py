@@ -68,7 +68,7 @@ MERGE_ABS = Metric(
     "nats",
     ">= 0",
     "mean",
-    healthy="0 for exact, and for every rollout of one segment",
+    healthy="0 for exact; in rollouts of one segment 0 for every rule that replays the engine's rows",
     splits=(*MERGE_SPLITS, "prob"),
 )
 MERGE_P99 = Metric("merge/{strategy}/abs_p99", "99th percentile of |m|", "nats", ">= 0", "SS", splits=MERGE_SPLITS)
@@ -98,7 +98,8 @@ MERGE_LOSS_FRAC = Metric(
 # Decomposition: D = staleness + merge error + engine mismatch, exactly and per token.
 MERGE_EXCLUDED = Metric(
     "merge/excluded_frac",
-    "share of rollouts without an exact view, left out of every merge/*: the engine mixed rows inside a call (retract)",
+    "share of rollouts without an exact view, left out of every merge/*: the engine mixed rows inside a call "
+    "(retract) or did not return them",
     "1",
     "0..1",
     "mean",

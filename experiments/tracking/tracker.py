@@ -12,6 +12,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.decision import decide
+from experiments.metrics.route_keys import MERGE_EXCLUDED
 from experiments.tracking import run_folder
 from experiments.tracking.board import Board, DisabledBoard, WandbBoard, WandbIdentity
 from experiments.tracking.progress import Progress
@@ -183,6 +184,12 @@ class Tracker:
         )
         return WandbBoard(identity)
 
+    def _decision(self) -> dict[str, Any] | None:
+        if self._merge_errors is None:
+            return None
+        excluded = [row[MERGE_EXCLUDED] for row in self._metrics.rows if MERGE_EXCLUDED in row]
+        return decide(self._merge_errors.rows, sum(excluded) / len(excluded) if excluded else 0.0)
+
     def _write_summary(self, status: Status, error: str | None) -> dict[str, Any]:
         head = dict(self._head)
         seconds = head.pop("seconds_before_resume") + time.monotonic() - self._started_s
@@ -194,7 +201,7 @@ class Tracker:
             "host": run_folder.host_facts(self._device),
             "seconds": round(seconds, 3),
             "folder": str(self.folder),
-            "decision": decide(self._merge_errors.rows) if self._merge_errors is not None else None,
+            "decision": self._decision(),
             "metrics": run_folder.summarise(self._metrics, self._timings),
         }
         run_folder.write_atomically(self._summary_path, json.dumps(summary, indent=2, allow_nan=False) + "\n")

@@ -14,14 +14,14 @@ def lines(errors_of, rollouts=40, seed=0):
         for segment in range(2):
             tokens = int(rng.integers(1, 9))
             errors = {name: [value * tokens, tokens, 0.0] for name, value in errors_of(rng, segment).items()}
-            out.append({"rollout": f"r{index}", "segment": segment, "tokens": tokens, "errors": errors})
+            out.append({"rollout": f"r{index}", "segment": segment, "segments": 2, "tokens": tokens, "errors": errors})
     return out
 
 
 def test_the_mean_is_over_tokens_and_the_smallest_comes_first():
     given = [
-        {"rollout": "a", "segment": 0, "tokens": 1, "errors": {"x": [1.0, 1, 0.0], "y": [0.0, 1, 0.0]}},
-        {"rollout": "b", "segment": 0, "tokens": 3, "errors": {"x": [0.0, 3, 0.0], "y": [6.0, 3, 0.0]}},
+        {"rollout": "a", "segment": 0, "segments": 1, "tokens": 1, "errors": {"x": [1.0, 1, 0.0], "y": [0.0, 1, 0.0]}},
+        {"rollout": "b", "segment": 0, "segments": 1, "tokens": 3, "errors": {"x": [0.0, 3, 0.0], "y": [6.0, 3, 0.0]}},
     ]
     first, second = decide(given)["ranking"]
     assert (first["strategy"], first["mean"]) == ("x", 0.25)
@@ -43,7 +43,7 @@ def test_intervals_resample_whole_rollouts():
 
     def shared(per_rollout):
         return [
-            {"rollout": f"r{r}", "segment": s, "tokens": 5, "errors": {"x": [5 * level, 5, 0.0]}}
+            {"rollout": f"r{r}", "segment": s, "segments": 2, "tokens": 5, "errors": {"x": [5 * level, 5, 0.0]}}
             for r, level in enumerate(levels)
             for s in range(per_rollout)
         ]
@@ -84,9 +84,21 @@ def test_too_few_rollouts_get_no_interval_and_no_verdict():
 
 def test_without_a_scored_strategy_there_is_no_decision():
     assert decide([]) is None
-    assert decide([{"rollout": "a", "segment": 0, "tokens": 1, "errors": {}}]) is None
+    assert decide([{"rollout": "a", "segment": 0, "segments": 1, "tokens": 1, "errors": {}}]) is None
 
 
 def test_rules_without_any_error_are_all_named():
     decision = decide(lines(lambda rng, _: {"slice_concat": 0.0, "replace": 0.0, "live": 0.1}))
-    assert decision["verdict"] == "replace and slice_concat: no merge error on these 40 rollouts"
+    assert decision["verdict"] == "replace, slice_concat: no merge error on these 40 rollouts"
+
+
+def test_what_was_left_out_and_what_was_not_interrupted_is_said():
+    given = lines(lambda rng, _: {"good": 0.01 * rng.random(), "bad": 0.1})
+    assert "(25% more have no exact rows and were left out)" in decide(given, excluded_frac=0.25)["verdict"]
+    whole = [{**line, "segments": 1} for line in given]
+    assert decide(whole)["verdict"] == "none of these 40 rollouts was interrupted: there was nothing to merge"
+
+
+def test_equal_rules_are_not_told_apart_either_way():
+    decision = decide(lines(lambda rng, _: dict.fromkeys(("live", "recompute"), rng.random())))
+    assert decision["ranking"][0]["better_than_next"] == 0.5
