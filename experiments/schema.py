@@ -247,9 +247,14 @@ class CheckpointConfig:
 
 @dataclass
 class BackendConfig:
-    """Where the loop runs."""
+    """Where the loop runs. Of backend=local only the name matters."""
 
     name: str = MISSING
+    on_missing_rows: str = MISSING  # raise, drop, live: what becomes of a trajectory whose rows are missing
+    live_rows: bool | None = MISSING  # the trainer can leave single rows to its router; null: where the strategy needs it
+    gpu_gib: float = MISSING  # memory of a GPU
+    vocab_size: int = MISSING  # of the model, for the memory estimate
+    verl: Any = MISSING  # values laid over verl's own configuration, in verl's names
 
 
 @dataclass
@@ -261,6 +266,7 @@ class Config:
     experiment_name: str = MISSING
     resume: str | None = MISSING  # run directory to continue
     threads: int = MISSING  # CPU threads of torch; 0: one per core
+    dry_run: bool = MISSING  # backend=verl: print the plan and the preflight, start nothing
     strategy: Any = MISSING
     backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
