@@ -152,7 +152,7 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     )
     yield (
         backend.name == "verl" and config.resume is not None,
-        "`resume` needs backend=local; verl continues by its own trainer.resume_mode (backend.verl.trainer.resume_mode)",
+        "`resume` needs backend=local; verl continues by its own backend.verl.trainer.resume_mode",
     )
     yield (
         config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),

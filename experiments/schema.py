@@ -251,7 +251,7 @@ class BackendConfig:
 
     name: str = MISSING
     on_missing_rows: str = MISSING  # raise, drop, live: what becomes of a trajectory whose rows are missing
-    live_rows: bool | None = MISSING  # the trainer can leave single rows to its router; null: where the strategy needs it
+    live_rows: bool | None = MISSING  # the trainer can leave single rows to its router; null: if the strategy needs it
     gpu_gib: float = MISSING  # memory of a GPU
     vocab_size: int = MISSING  # of the model, for the memory estimate
     verl: Any = MISSING  # values laid over verl's own configuration, in verl's names

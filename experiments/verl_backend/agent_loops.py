@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """verl's agent loops with our client and our rows; selected by configuration alone (`agent_loop_config_path`).
 
 Rows are merged once, when the trajectory is complete, so that a tool agent's turns are calls like any other: upstream
@@ -20,7 +21,7 @@ from experiments.verl_backend.merging import FLAGS, Merged, Merging
 FLAGS_FIELD = "routemerge_flags"
 VERSIONS_FIELD = "routemerge_versions"
 SHADOW_FIELD = "routemerge_shadow"
-"""Fields of verl's `extra_fields`, which become columns of the batch: int `[len(FLAGS)]`; int32 `[R]`; views by name."""
+"""Fields of `extra_fields`, which become columns of verl's batch: int `[len(FLAGS)]`; int32 `[R]`; views by name."""
 
 
 def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory, with_shadow: bool) -> None:
@@ -46,7 +47,8 @@ class _Merging:
 
     def __init__(self, *args: Any, server_manager: LLMServerClient, merging: Merging, **kwargs: Any):
         self._merging = merging
-        super().__init__(*args, server_manager=RecordingClient.around(server_manager, merging), **kwargs)
+        client = RecordingClient.around(server_manager, merging)
+        super().__init__(*args, server_manager=client, **kwargs)  # pyright: ignore[reportCallIssue]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Returns verl's output with the strategy's rows and mask.
@@ -59,9 +61,7 @@ class _Merging:
         client: RecordingClient = self.server_manager  # pyright: ignore[reportAttributeAccessIssue]
         trajectory = client.trajectory
         name = trajectory.calls[0].request_id.rpartition(".")[0] if trajectory.calls else "without a call"
-        merged = self._merging.merge(
-            name, output.prompt_ids, output.response_ids, trajectory.calls, trajectory.flags
-        )
+        merged = self._merging.merge(name, output.prompt_ids, output.response_ids, trajectory.calls, trajectory.flags)
         apply_merged(output, merged, trajectory, bool(self._merging.shadow))
         return output
 

@@ -1,8 +1,9 @@
+# pyright: reportMissingImports=false
 """The client between verl's resume loop and the engine: it sees every answer, before verl merges anything.
 
-verl's `FullyAsyncLLMServerClient.generate` loops until an answer is no abort and merges rows inside the loop. It reaches
-the engine through `super().generate`, which Python resolves over the instance's classes: `_EveryAnswer` stands between
-it and `LLMServerClient` and hands the answer on without rows, so that verl's own merge has nothing to do.
+verl's `FullyAsyncLLMServerClient.generate` loops until an answer is no abort and merges rows inside the loop. It
+reaches the engine through `super().generate`, which Python resolves over the instance's classes: `_EveryAnswer` stands
+between it and `LLMServerClient` and hands the answer on without rows, so that verl's own merge has nothing to do.
 """
 
 from __future__ import annotations

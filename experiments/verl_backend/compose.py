@@ -32,7 +32,7 @@ def verl_folder() -> Path:
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            "backend=verl: verl is not installed here; `uv sync --extra verl` in an environment of its own (docs/verl.md)"
+            "backend=verl: verl is not installed here; uv sync --extra verl in an environment of its own (docs/verl.md)"
         )
     return Path(spec.origin).parent
 
@@ -72,8 +72,9 @@ def lay_over(base: DictConfig, values: Mapping[str, Any], new: tuple[str, ...]) 
 
 
 def _unknown(values: Mapping[str, Any], base: Any, prefix: str) -> Iterator[str]:
+    known = list(base.keys()) if OmegaConf.is_dict(base) else []  # `key in base` is False where its value is ???
     for key, value in values.items():
-        if not OmegaConf.is_dict(base) or key not in base.keys():  # `in base` is False for a value of ???
+        if key not in known:
             yield f"{prefix}{key}"
         elif isinstance(value, Mapping) and OmegaConf.is_dict(base[key]):
             yield from _unknown(value, base[key], f"{prefix}{key}.")

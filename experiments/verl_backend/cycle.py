@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.metrics.accumulate import LogRatioAccumulator
-from experiments.metrics.metric import LAGS
 from experiments.metrics.ratio_keys import PPO_KL, PPO_KL_K3
 from experiments.verl_backend.merging import FLAGS
 from experiments.verl_backend.statistics import StepStatistics
@@ -74,7 +73,7 @@ class CycleMetrics:
             self._gap = mini_steps[0] if self._gap is None else self._gap + mini_steps[0]  # pyright: ignore
 
     def finish_step(self, metrics: MutableMapping[str, Any], *, last_of_cycle: bool) -> None:
-        """Replaces verl's averages in `metrics`, those of one update: by ours after the cycle's last, by nothing before.
+        """Replaces verl's averages in one update's `metrics`: by ours after the cycle's last, by nothing before.
 
         verl's other `actor/rollout_corr/*` lose the first part of their name, as in the local loop.
         """

@@ -38,7 +38,7 @@ ABSENT_IN_VERLS_YAML = (
 
 @dataclass(frozen=True)
 class Job:
-    """One run to make: the typed configuration, the same as Hydra composed it, the strategy's YAML, the run directory."""
+    """One run to make: the configuration, typed and as Hydra composed it, the strategy's YAML, the run directory."""
 
     config: Config
     node: DictConfig
@@ -112,6 +112,7 @@ def agent_loops(config: Config, mode: ReplayMode) -> Any:
     nodes = {"exact": {"_target_": "strategies.Exact"}} | strategy_nodes(config.shadow.strategies, "shadow.strategies")
     merging = {
         "_target_": "experiments.verl_backend.merging.Merging",
+        "_convert_": "all",  # strategies are dataclasses, which OmegaConf would wrap inside a mapping
         "strategy": config.strategy,
         "num_layers": config.model.num_hidden_layers,
         "top_k": config.model.num_experts_per_tok,

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Rows of -1 in verl's Megatron trainer: the trainer's own router decides there.
 
 verl's replay takes a mask by position but builds it from lengths alone. Here the routers' replay objects read the mask

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """verl's own PPO loss, with sufficient statistics of the importance ratio beside what verl reports.
 
 Installed in the actor workers through `set_loss_fn`. The loss itself is verl's, whatever the configuration selects.

@@ -51,7 +51,7 @@ def _title(verl: DictConfig | None) -> str:
 
 
 def _without_hydra(verl: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(verl, [key for key in verl if key != "hydra"])
+    return OmegaConf.masked_copy(verl, [str(key) for key in verl if key != "hydra"])
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
@@ -74,11 +74,12 @@ def _strategy(config: Config, mode: ReplayMode) -> list[str]:
 
 def _resources(config: Config, plan: Layout) -> list[str]:
     a, s = config.algorithm, config.schedule
+    engines, groups = plan.rollout_gpus // plan.rollout_tensor, a.batch_size // a.group_size
     return [
         f"{plan.train_gpus} GPUs train: tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
         f"expert {plan.expert} x {plan.expert_tensor}, data {plan.data_parallel}",
-        f"{plan.rollout_gpus} GPUs roll out: {plan.rollout_gpus // plan.rollout_tensor} engines of {plan.rollout_tensor}",
-        f"{config.steps} updates of {a.batch_size} trajectories ({a.batch_size // a.group_size} prompts x {a.group_size}), "
+        f"{plan.rollout_gpus} GPUs roll out: {engines} engines of {plan.rollout_tensor}",
+        f"{config.steps} updates of {a.batch_size} trajectories ({groups} prompts x {a.group_size}), "
         f"{a.mini_batches} mini-batches, a weight sync every {s.sync_interval}, staleness threshold "
         f"{s.staleness_threshold}",
         f"up to {plan.sequence_tokens} tokens a trajectory, {plan.micro_batch_tokens} a micro-batch",
@@ -86,9 +87,9 @@ def _resources(config: Config, plan: Layout) -> list[str]:
 
 
 def _memory(size: ModelSize, plan: Layout, memory: Memory) -> list[str]:
-    optimizer = (
-        f"optimiser on the host {memory.host_optimizer:.1f}" if plan.offload_optimizer else f"optimiser {memory.optimizer:.1f}"
-    )
+    optimizer = f"optimiser {memory.optimizer:.1f}"
+    if plan.offload_optimizer:
+        optimizer = f"optimiser on the host {memory.host_optimizer:.1f}"
     return [
         f"model: {size.parameters / 1e9:.2f} G parameters",
         f"training GPU {memory.training:.1f} GiB of {plan.gpu_gib:.0f}: weights {memory.parameters:.1f}, gradients "

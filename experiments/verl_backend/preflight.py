@@ -225,7 +225,7 @@ def _layout(config: Config, verl: Any) -> Iterator[str]:
         ("rollout tensor parallel size", a.rollout_tensor, "rollout GPUs", a.rollout_gpus),
     ]
     rows = config.algorithm.batch_size // config.algorithm.mini_batches
-    if a.train_gpus % dense == 0 and a.data_parallel:
+    if a.train_gpus % dense == 0:
         divides.append(("data-parallel ranks", a.data_parallel, "trajectories of a mini-batch", rows))
     for what, divisor, of, number in divides:
         if divisor < 1 or number % divisor or not number:
@@ -285,6 +285,6 @@ def _tracking(config: Config, verl: Any) -> Iterator[str]:
     mode = config.tracking.mode.value
     came = _get(verl, "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_MODE")
     if came != mode:
-        yield f"W&B: WANDB_MODE={mode} expected in the workers' environment (ray_kwargs.ray_init.runtime_env), {came} came"
+        yield f"W&B: WANDB_MODE={mode} expected in ray_kwargs.ray_init.runtime_env.env_vars, {came} came"
     if "wandb" not in (_get(verl, "trainer.logger") or []) and mode != "disabled":
         yield "W&B: `backend.verl.trainer.logger` must hold wandb, or set tracking=disabled"

@@ -94,13 +94,13 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Replicas of the dense part."""
-        return self.train_gpus // (self.tensor * self.pipeline * self.context)
+        """Replicas of the dense part; at least 1 (preflight.py refuses sizes that do not divide the GPUs)."""
+        return max(1, self.train_gpus // (self.tensor * self.pipeline * self.context))
 
     @property
     def expert_data_parallel(self) -> int:
-        """Replicas of an expert."""
-        return self.train_gpus // (self.expert_tensor * self.pipeline * self.expert)
+        """Replicas of an expert, at least 1."""
+        return max(1, self.train_gpus // (self.expert_tensor * self.pipeline * self.expert))
 
 
 @dataclass(frozen=True)

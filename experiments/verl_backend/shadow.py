@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Shadow scoring inside verl: the same trajectories, weights and tokens under other strategies' rows.
 
 Every view is one extra log-prob pass of verl's actor with its rows in the batch. The reference is `exact`; the merge

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Starts verl: what its own `fully_async_main` does before `run_ppo`, with our runner. Imports torch, Ray and verl."""
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def pack(statistics: StepStatistics) -> dict[str, tuple[float, str]]:
         if f.name == "cap":
             continue
         reduction = EXTREMES.get(f.name, "sum")
-        value = {"sum": 0.0, "min": np.inf, "max": -np.inf}[reduction] if ratios is None else getattr(ratios.sums, f.name)
+        empty = {"sum": 0.0, "min": np.inf, "max": -np.inf}[reduction]
+        value = empty if ratios is None else getattr(ratios.sums, f.name)
         if f.name in LOGS and ratios is not None:
             value = np.exp(min(value, 2 * SEQUENCE_BOUND))
         packed[f"{PREFIX}{f.name}"] = (float(value), reduction)

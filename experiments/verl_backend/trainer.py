@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """verl's fully-asynchronous trainer with our loss, version lags, row counters and shadow scoring.
 
 verl's trainer and runner are Ray actor classes, which cannot be subclassed as exported; Ray keeps the class itself in
