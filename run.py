@@ -99,7 +99,16 @@ def main(node: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     if config.backend.name == "verl":
-        sys.exit(run_in_verl(config, node, hydra_config.runtime.choices["strategy"], run_dir))
+        from experiments.verl_backend.launch import Job as ClusterJob
+        from experiments.verl_backend.launch import launch as launch_on_cluster
+
+        try:
+            status = launch_on_cluster(ClusterJob(config, node, hydra_config.runtime.choices["strategy"], run_dir))
+        except check.ConfigError as error:
+            refuse(error)
+        if status:
+            sys.exit(status)
+        return
     from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
 
     try:
@@ -119,16 +128,6 @@ def main(node: DictConfig) -> None:
         failed_jobs.append(run_dir)
     elif status:
         sys.exit(status)
-
-
-def run_in_verl(config: schema.Config, node: DictConfig, strategy_name: str, run_dir: Path) -> int:
-    """Returns the exit code of a job on the cluster back end."""
-    from experiments.verl_backend.launch import Job, launch
-
-    try:
-        return launch(Job(config, node, strategy_name, run_dir))
-    except check.ConfigError as error:
-        refuse(error)
 
 
 def refuse(error: check.ConfigError) -> NoReturn:

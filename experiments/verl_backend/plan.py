@@ -91,7 +91,7 @@ def _memory(size: ModelSize, plan: Layout, memory: Memory) -> list[str]:
     if plan.offload_optimizer:
         optimizer = f"optimiser on the host {memory.host_optimizer:.1f}"
     return [
-        f"model: {size.parameters / 1e9:.2f} G parameters",
+        f"model: {size.parameters / 1e9:.4g} G parameters",
         f"training GPU {memory.training:.1f} GiB of {plan.gpu_gib:.0f}: weights {memory.parameters:.1f}, gradients "
         f"{memory.gradients:.1f}, {optimizer}, activations {memory.activations:.1f}, rows {memory.rows:.2f}",
         f"rollout GPU {memory.rollout:.1f} GiB: weights {memory.rollout_weights:.1f}, KV cache {memory.kv_cache:.1f} "

@@ -17,4 +17,7 @@ def start(config: DictConfig) -> None:
     auto_set_device(config)
     config.actor_rollout_ref.rollout.nnodes = config.rollout.nnodes
     config.actor_rollout_ref.rollout.n_gpus_per_node = config.rollout.n_gpus_per_node
-    run_ppo(migrate_legacy_reward_impl(config), task_runner_class=ray.remote(num_cpus=1)(RoutemergeRunner))
+    try:
+        run_ppo(migrate_legacy_reward_impl(config), task_runner_class=ray.remote(num_cpus=1)(RoutemergeRunner))
+    finally:
+        ray.shutdown()  # the next job of a sweep has another environment for its workers

@@ -89,7 +89,7 @@ def answer(sent: int, new: int, rows: int | None, finish: str = "abort") -> Answ
 
 def test_only_live_rows_that_the_trainer_can_leave_live_pass():
     calls = [merging().record(answer(3, 2, 4), "r.0", {}), merging().record(answer(5, 2, 6, "stop"), "r.1", {})]
-    with pytest.raises(MergeError, match="set backend.live_rows=true"):
+    with pytest.raises(MergeError, match=r"set backend\.live_rows=true"):
         merging(strategy=LastSegment()).merge("r", [0, 1, 2], [3, 4, 5, 6], calls, {})
     merged = merging(strategy=LastSegment(), live_rows=True).merge("r", [0, 1, 2], [3, 4, 5, 6], calls, {})
     assert merged.rows is not None
