@@ -32,7 +32,7 @@ def lag_indices(versions: Iterable[NDArray[np.int32]], width: int, trainer_versi
     rows = list(versions)
     out = np.full((len(rows), width), -1, np.int64)
     for row, known in zip(out, rows, strict=True):
-        here = np.asarray(known)
+        here = np.asarray(known, dtype=np.int64)
         row[: len(here)] = np.where(here == UNKNOWN_VERSION, -1, lag_index(np.maximum(trainer_version - here, 0)))
     return out
 

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -60,7 +60,7 @@ def save_model(folder: Path, vocab_size: int) -> None:
     torch.manual_seed(0)
     rounded = -(-vocab_size // 8) * 8
     config = Qwen3MoeConfig(vocab_size=rounded, bos_token_id=256, eos_token_id=258, pad_token_id=256, **SIZES)
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(str(folder))
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(str(folder))
 
 
 def save_problems(file: Path, count: int, seed: int) -> None:

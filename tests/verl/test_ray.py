@@ -66,7 +66,6 @@ def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_
     mode = strategy_mode(config)
     OmegaConf.save(agent_loops(config, mode), tmp_path / "agent_loops.yaml")
     values = overrides(Job(config, node, "slice_concat", tmp_path), mode)
-    values["actor_rollout_ref"]["model"]["external_lib"] = None  # no server and no trainer here
     verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML)
     server = ray.remote(ScriptedServer).remote()
     client = FullyAsyncLLMServerClient(config=verl, load_balancer_handle=get_router_handle(servers={"fake:0": server}))
