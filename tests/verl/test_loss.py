@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 from verl.utils.metric import Metric
 from verl.workers.config import ActorConfig
@@ -142,6 +142,21 @@ def test_our_clipped_loss_and_gap_statistics_are_verls():
     gap = acc.gap_metrics()
     for key in ("kl", "k3_kl", "chi2_token"):
         assert gap[f"rollout_corr/{key}"] == pytest.approx(float(corr[key]), rel=1e-4, abs=1e-6)
+
+
+def test_a_dropped_trajectory_leaves_verls_bypass_loss_finite():
+    now, old, advantages, mask, _ = batch()
+    correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
+    config = actor_config()
+    config.policy_loss = OmegaConf.create({"loss_mode": "bypass_mode", "rollout_correction": correction})
+    bypass, metrics = compute_policy_loss_bypass_mode(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=config
+    )
+    vanilla, _ = compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=actor_config()
+    )
+    assert float(bypass) == pytest.approx(float(vanilla), abs=1e-7)
+    assert "rollout_corr/kl" in metrics
 
 
 def our_loss(now: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> float:
