@@ -147,8 +147,10 @@ def test_our_clipped_loss_and_gap_statistics_are_verls():
 def test_a_dropped_trajectory_leaves_verls_bypass_loss_finite():
     now, old, advantages, mask, _ = batch()
     correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
-    config = actor_config()
-    config.policy_loss = OmegaConf.create({"loss_mode": "bypass_mode", "rollout_correction": correction})
+    policy_loss = OmegaConf.create({"loss_mode": "bypass_mode", "rollout_correction": correction})
+    config = ActorConfig(
+        strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2, policy_loss=policy_loss
+    )
     bypass, metrics = compute_policy_loss_bypass_mode(
         old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=config
     )
