@@ -101,6 +101,17 @@ def main(node: DictConfig) -> None:
     config = check.load(node)
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
+    if config.backend.name == "verl":
+        from experiments.verl_backend.launch import Job as ClusterJob
+        from experiments.verl_backend.launch import launch as launch_on_cluster
+
+        try:
+            status = launch_on_cluster(ClusterJob(config, node, hydra_config.runtime.choices["strategy"], run_dir))
+        except check.ConfigError as error:
+            refuse(error)
+        if status:
+            sys.exit(status)
+        return
     from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
     from experiments.score import score
 

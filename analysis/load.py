@@ -68,9 +68,7 @@ def read_run(folder: Path) -> Run:
         )
     summary = _json(folder / "summary.json", _text(folder / "summary.json"))
     if summary.get("mode") == "score":
-        raise ValueError(
-            f"{folder} scored a recording: its settings are those of the recorded run; give that run instead"
-        )
+        raise ValueError(f"{folder} scored a recording, whose settings are those of the recorded run; give that run")
     config = _config(folder / ".hydra" / "config.yaml")
     path = folder / "merge_errors.jsonl"
     if not path.is_file():

@@ -173,7 +173,17 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
     yield config.shadow.probe_every < 1, f"`shadow.probe_every` must be at least 1, not {config.shadow.probe_every}"
     for dtype, limit in config.shadow.audit_limit.items():
         yield not 0 <= limit <= 1, f"`shadow.audit_limit.{dtype}` must lie in [0, 1], not {limit}"
-    yield config.backend.name != "local", f"`backend` must be local, not {config.backend.name}"
+    backend = config.backend
+    yield backend.name not in ("local", "verl"), f"`backend` must be local or verl, not {backend.name}"
+    yield config.dry_run and backend.name != "verl", "`dry_run` needs backend=verl"
+    yield (
+        backend.on_missing_rows not in ("raise", "drop", "live"),
+        f"`backend.on_missing_rows` must be raise, drop or live, not {backend.on_missing_rows}",
+    )
+    yield (
+        backend.name == "verl" and config.resume is not None,
+        "`resume` needs backend=local; verl continues by its own backend.verl.trainer.resume_mode",
+    )
     yield (
         config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),
         f"`resume`: there is no checkpoint in {config.resume}; a run saves one every `checkpoint.every` syncs, at its "
@@ -188,8 +198,9 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         yield not math.isfinite(value), f"`{path}` must be finite, not {value}"
     yield from _algorithm(config, strategy)
     yield from _schedule(config, strategy)
-    yield from _model(config)
-    yield from _parts(config)
+    if backend.name == "local":  # verl has its own engine, trainer, model and data; preflight.py checks them
+        yield from _model(config)
+        yield from _parts(config)
 
 
 def _mode(config: Config) -> Iterator[tuple[bool, str]]:

@@ -262,9 +262,14 @@ class CheckpointConfig:
 
 @dataclass
 class BackendConfig:
-    """Where the loop runs."""
+    """Where the loop runs. Of backend=local only the name matters."""
 
     name: str = MISSING
+    on_missing_rows: str = MISSING  # raise, drop, live: what becomes of a trajectory whose rows are missing
+    live_rows: bool | None = MISSING  # the trainer can leave single rows to its router; null: if the strategy needs it
+    gpu_gib: float = MISSING  # memory of a GPU
+    vocab_size: int = MISSING  # of the model, for the memory estimate
+    verl: Any = MISSING  # values laid over verl's own configuration, in verl's names
 
 
 @dataclass
@@ -280,6 +285,7 @@ class Config:
     record: bool = MISSING  # write all rollouts to rollouts/ in the run directory
     recording: str | None = MISSING  # mode=score: run directory with a recording
     strategies: Any = MISSING  # mode=score: as shadow.strategies
+    dry_run: bool = MISSING  # backend=verl: print the plan and the preflight, start nothing
     strategy: Any = MISSING
     backend: BackendConfig = field(default_factory=BackendConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,0 +1,74 @@
+# pyright: reportMissingImports=false
+"""verl's agent loops with our client and our rows; selected by configuration alone (`agent_loop_config_path`).
+
+Rows are merged once, when the trajectory is complete, so that a tool agent's turns are calls like any other: upstream
+keeps the newest turn's rows only, and drops every turn's versions but the first's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from experiments.verl_backend.client import RecordingClient, Trajectory
+from experiments.verl_backend.merging import FLAGS, Merged, Merging
+
+FLAGS_FIELD = "routemerge_flags"
+VERSIONS_FIELD = "routemerge_versions"
+SHADOW_FIELD = "routemerge_shadow"
+"""Fields of `extra_fields`, which become columns of verl's batch: int `[len(FLAGS)]`; int32 `[R]`; views by name."""
+
+
+def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory, with_shadow: bool) -> None:
+    """Puts the merged rows, mask, versions and counters into verl's output of a trajectory."""
+    kept = len(merged.response_mask)
+    output.response_ids = output.response_ids[:kept]
+    output.response_mask = merged.response_mask.astype(int).tolist()
+    if output.response_logprobs is not None:
+        output.response_logprobs = output.response_logprobs[:kept]
+    output.routed_experts = merged.rows
+    versions = [int(v) for call in trajectory.calls if call.new_tokens for v in call.versions]
+    if versions:
+        output.extra_fields["min_global_steps"] = min(versions)
+        output.extra_fields["max_global_steps"] = max(versions)
+    output.extra_fields[VERSIONS_FIELD] = merged.versions
+    output.extra_fields[FLAGS_FIELD] = np.array([merged.flags.get(flag, 0) for flag in FLAGS])
+    if with_shadow:
+        output.extra_fields[SHADOW_FIELD] = dict(merged.shadow)
+
+
+class _Merging:
+    """Wraps the client of a trajectory and merges its rows at the end."""
+
+    def __init__(self, *args: Any, server_manager: LLMServerClient, merging: Merging, **kwargs: Any):
+        self._merging = merging
+        client = RecordingClient.around(server_manager, merging)
+        super().__init__(*args, server_manager=client, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Returns verl's output with the strategy's rows and mask.
+
+        Raises:
+            MergeError: as `Merging.merge`.
+            ReplyError: as `Merging.record`.
+        """
+        output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        client: RecordingClient = self.server_manager  # pyright: ignore[reportAttributeAccessIssue]
+        trajectory = client.trajectory
+        name = trajectory.calls[0].request_id.rpartition(".")[0] if trajectory.calls else "without a call"
+        merged = self._merging.merge(name, output.prompt_ids, output.response_ids, trajectory.calls, trajectory.flags)
+        apply_merged(output, merged, trajectory, bool(self._merging.shadow))
+        return output
+
+
+class MergingSingleTurnLoop(_Merging, SingleTurnAgentLoop):
+    """verl's `single_turn_agent`."""
+
+
+class MergingToolLoop(_Merging, ToolAgentLoop):
+    """verl's `tool_agent`."""

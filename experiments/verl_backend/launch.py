@@ -1,0 +1,200 @@
+"""One run on the cluster back end: configuration, plan, preflight, and verl's own `run_ppo` with our runner.
+
+verl, Ray and torch are imported only when the run starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.check import ConfigError, build_strategies, strategy_nodes
+from experiments.schema import Config, OldLogProb
+from experiments.verl_backend.compose import lay_over, verl_defaults, verl_folder
+from experiments.verl_backend.plan import plan_text
+from experiments.verl_backend.preflight import checks, gather_facts
+from experiments.verl_backend.replay_mode import ReplayMode, UnsupportedStrategy, replay_mode
+
+COMPLETED, REFUSED = 0, 2
+
+ROOT = Path(__file__).resolve().parents[2]
+
+AGENT_LOOPS = {"single_turn_agent": "MergingSingleTurnLoop", "tool_agent": "MergingToolLoop"}
+
+ABSENT_IN_VERLS_YAML = (
+    "routemerge",
+    "ray_kwargs.ray_init.runtime_env",
+    "actor_rollout_ref.actor.policy_loss.rollout_correction",
+    "actor_rollout_ref.actor.megatron.override_transformer_config",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to make: the configuration, typed and as Hydra composed it, the strategy's YAML, the run directory."""
+
+    config: Config
+    node: DictConfig
+    strategy_name: str
+    run_dir: Path
+
+
+def launch(job: Job) -> int:
+    """Runs one experiment in verl, or prints its plan (`dry_run`), and returns the exit code.
+
+    Raises:
+        ConfigError: verl cannot carry out the strategy, or verl's configuration has no such key.
+    """
+    mode = strategy_mode(job.config)
+    values = overrides(job, mode)
+    composed = has_verl()
+    verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML) if composed else OmegaConf.create(values)
+    failures = checks(job.config, verl, mode, gather_facts(verl, ROOT))
+    if job.config.dry_run:
+        print(plan_text(job.config, job.strategy_name, mode, values, verl if composed else None, failures))
+        return COMPLETED
+    if failures:
+        print(f"run.py: bad configuration: {len(failures)} preflight checks failed:", file=sys.stderr)
+        print("\n".join(f"  - {failure}" for failure in failures), file=sys.stderr)
+        return REFUSED
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(agent_loops(job.config, mode), job.run_dir / "agent_loops.yaml")
+    OmegaConf.save(verl, job.run_dir / "verl.yaml")
+    from experiments.verl_backend.start import start
+
+    start(verl)
+    return COMPLETED
+
+
+def has_verl() -> bool:
+    """Returns whether this environment has verl, without importing it."""
+    try:
+        verl_folder()
+    except ConfigError:
+        return False
+    return True
+
+
+def strategy_mode(config: Config) -> ReplayMode:
+    """Returns verl's replay mode for the run, live rows included where the policy or shadow scoring needs them.
+
+    Raises:
+        ConfigError: verl cannot carry out the strategy; `backend.live_rows=false` contradicts it.
+    """
+    strategy, shadows = build_strategies(config)
+    try:
+        mode = replay_mode(strategy)
+    except UnsupportedStrategy as error:
+        raise ConfigError(f"`backend=verl`: {error}") from error
+    shadow_modes = [replay_mode(s) for s in shadows.values() if s.single_view] if config.shadow.every else []
+    wanted = mode.records_rows and (
+        mode.live_rows
+        or config.backend.on_missing_rows == "live"
+        or any(shadow.live_rows or not shadow.records_rows for shadow in shadow_modes)
+    )
+    if wanted and config.backend.live_rows is False:
+        raise ConfigError(
+            "`backend.live_rows=false`, but the strategy, on_missing_rows=live or a shadow strategy leaves rows to the "
+            "trainer's router"
+        )
+    return dataclasses.replace(mode, live_rows=mode.records_rows and bool(wanted or config.backend.live_rows))
+
+
+def agent_loops(config: Config, mode: ReplayMode) -> Any:
+    """Returns verl's agent-loop file: both loops, registered anew with our classes, the strategy and the policy."""
+    nodes = {"exact": {"_target_": "strategies.Exact"}} | strategy_nodes(config.shadow.strategies, "shadow.strategies")
+    merging = {
+        "_target_": "experiments.verl_backend.merging.Merging",
+        "_convert_": "all",  # strategies are dataclasses, which OmegaConf would wrap inside a mapping
+        "strategy": config.strategy,
+        "num_layers": config.model.num_hidden_layers,
+        "top_k": config.model.num_experts_per_tok,
+        "num_experts": config.model.num_experts,
+        "records_rows": mode.records_rows,
+        "on_missing_rows": config.backend.on_missing_rows,
+        "live_rows": mode.live_rows,
+        "max_empty_aborts": config.schedule.max_empty_aborts,
+        "shadow": nodes if config.shadow.every else {},
+    }
+    return OmegaConf.create(
+        [
+            {"name": name, "_target_": f"experiments.verl_backend.agent_loops.{loop}", "merging": merging}
+            for name, loop in AGENT_LOOPS.items()
+        ]
+    )
+
+
+def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
+    """Returns what is laid over verl's configuration: `backend.verl`, and what follows from strategy, steps, mode and
+    run directory.
+    """
+    config = job.config
+    a = config.algorithm
+    groups = a.batch_size // a.group_size
+    bypass = a.old_log_prob is OldLogProb.bypass
+    libraries = ["experiments.verl_backend.sglang_rows"] if mode.records_rows else []
+    libraries += ["experiments.verl_backend.live_rows"] if mode.live_rows else []
+    correction = {
+        "bypass_mode": bypass,
+        "loss_type": "ppo_clip",
+        "rollout_is": None if bypass else "token",
+        "rollout_is_threshold": a.importance_weight_cap,
+        "rollout_rs": None,
+    }
+    policy_loss: dict[str, Any] = {"loss_mode": "bypass_mode" if bypass else "vanilla"}
+    if bypass:  # verl switches the loss when it fits, on the trainer's copy: too late for the actor workers
+        policy_loss["rollout_correction"] = correction
+    derived = {
+        "routemerge": {"cap": a.importance_weight_cap, "shadow_every": config.shadow.every if mode.records_rows else 0},
+        "actor_rollout_ref": {
+            "model": {"external_lib": libraries or None},
+            "actor": {
+                "ppo_mini_batch_size": groups // a.mini_batches,
+                "policy_loss": policy_loss,
+                "use_kl_loss": a.kl_coef > 0,
+                "kl_loss_coef": a.kl_coef,
+                "kl_loss_type": a.kl_estimator,
+                "megatron": {"router_replay": {"mode": mode.mode}},
+            },
+            "rollout": {
+                "enable_rollout_routing_replay": mode.records_rows,
+                "agent": {"agent_loop_config_path": str(job.run_dir.resolve() / "agent_loops.yaml")},
+            },
+        },
+        "algorithm": {"rollout_correction": correction},
+        "async_training": {"require_batches": a.mini_batches},
+        "rollout": {"total_rollout_steps": config.steps * groups},
+        "trainer": {
+            "experiment_name": f"{job.strategy_name}-s{config.seed}",
+            "default_local_dir": str(job.run_dir.resolve() / "checkpoint"),
+            "logger": ["console", "file", *([] if config.tracking.mode.value == "disabled" else ["wandb"])],
+        },
+        "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": worker_environment(job)}}},
+    }
+    merged = OmegaConf.merge(OmegaConf.create(config.backend.verl), OmegaConf.create(derived))
+    values = OmegaConf.to_container(merged, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def worker_environment(job: Job) -> dict[str, str]:
+    """Returns the variables that Ray sets in every worker: where our packages are, and how W&B names the run."""
+    config = job.config
+    folder = job.run_dir.resolve()
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "WANDB_MODE": config.tracking.mode.value,
+        "WANDB_DIR": str(folder),
+        "WANDB_RUN_GROUP": config.experiment_name,
+        "WANDB_JOB_TYPE": job.strategy_name,
+        "WANDB_TAGS": f"{job.strategy_name},verl,sglang,abort",
+        "VERL_FILE_LOGGER_PATH": str(folder / "verl_metrics.jsonl"),
+    }
+    return variables | ({"WANDB_ENTITY": config.tracking.entity} if config.tracking.entity else {})

@@ -1,0 +1,175 @@
+"""Our loss beside verl's own, verl's reduction of metrics, and parity of our PPO with verl's."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
+from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+from verl.utils.metric import Metric
+from verl.workers.config import ActorConfig
+from verl.workers.utils import losses
+
+from experiments import ppo
+from experiments.metrics import ratio_keys as m
+from experiments.metrics.accumulate import LogRatioAccumulator
+from experiments.trainers.base import TokenBatch
+from experiments.verl_backend import loss as ours
+from experiments.verl_backend.cycle import CycleMetrics
+from experiments.verl_backend.statistics import PREFIX
+from experiments.verl_backend.trainer import RoutemergeTrainer, Runner, Trainer, mini_steps
+
+CAP, ROWS, WIDTH = 2.0, 8, 64
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns current and old log-probs, advantages, mask and lags; one outlier token of 3 nats."""
+    generator = torch.Generator().manual_seed(0)
+    old = -2 * torch.rand(ROWS, WIDTH, generator=generator)
+    now = old + 0.05 * torch.randn(ROWS, WIDTH, generator=generator)
+    now[0, 5] = old[0, 5] + 3
+    advantages = torch.randn(ROWS, 1, generator=generator).expand(ROWS, WIDTH).contiguous()
+    mask = torch.arange(WIDTH)[None] < torch.randint(8, WIDTH, (ROWS, 1), generator=generator)
+    mask[3] = False  # a dropped trajectory
+    return now, old, advantages, mask, torch.randint(-1, 6, (ROWS, WIDTH), generator=generator)
+
+
+def actor_config() -> ActorConfig:
+    return ActorConfig(strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2)
+
+
+def run_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: int) -> dict[str, Any]:
+    """Returns the mini-step's metrics as verl reduces them: per rank over micro-batches, then over ranks."""
+    monkeypatch.setattr(losses, "no_padding_2_padding", lambda values, data: values)
+    monkeypatch.setattr(ours, "no_padding_2_padding", lambda values, data: values)
+    now, old, advantages, mask, lags = batch()
+    per_rank, start = [], 0
+    for _ in range(ranks):
+        collected: dict[str, Any] = {}
+        for size in sizes:
+            rows = slice(start, start + size)
+            data = TensorDict(
+                {
+                    "response_mask": mask[rows],
+                    "old_log_probs": old[rows],
+                    "advantages": advantages[rows],
+                    ours.LAG_FIELD: lags[rows],
+                },
+                batch_size=[size],
+            )
+            for key, value in {
+                "dp_size": ranks,
+                "batch_num_tokens": int(mask.sum()),
+                "global_batch_size": ROWS,
+            }.items():
+                data.set_non_tensor(key, value)
+            loss = partial(ours.recording_loss, config=actor_config(), cap=CAP)
+            _, metrics = loss(model_output={"log_probs": now[rows]}, data=data)
+            for key, value in metrics.items():
+                if isinstance(value, Metric):
+                    collected.setdefault(key, value.init_list()).append(value)
+            start += size
+        per_rank.append(collected)
+    return {key: [Metric.aggregate_dp([of[key] for of in per_rank])] for key in per_rank[0]}
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [([8], 1), ([1, 3, 4], 1), ([1, 3], 2)])
+def test_statistics_survive_verls_reduction(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: int):
+    reduced = run_micro_batches(monkeypatch, sizes, ranks)
+    packed = {f"actor/{key}": value for key, value in reduced.items() if key.startswith(PREFIX)}
+    (step,) = mini_steps(packed, CAP)
+    now, old, _, mask, lags = batch()
+    x = (now.double() - old.double())[mask].numpy()
+    rows = torch.arange(ROWS)[:, None].expand_as(mask)[mask].numpy()
+    expected = LogRatioAccumulator.of(x, rows, CAP).ppo_metrics()
+    came = step.ppo_metrics()
+    assert {key: came[key] for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for index, label in enumerate(("0", "1", "2", "3-4", "5-8", "9plus")):
+        here = lags[mask].numpy() == index
+        assert came[m.PPO_KL.by("lag", label)] == pytest.approx(-x[here].mean(), abs=1e-9)
+
+
+def test_verls_own_average_is_wrong_for_what_is_not_linear(monkeypatch: pytest.MonkeyPatch):
+    """Why the statistics travel: the effective sample size of one outlier, averaged over micro-batches."""
+    now, old, _, mask, _ = batch()
+    ratio = torch.exp(now - old)
+
+    def ess(rows: slice) -> float:
+        r = ratio[rows][mask[rows]]
+        return float(r.sum() ** 2 / (r * r).sum() / r.numel())
+
+    averaged = np.mean([ess(slice(i, i + 1)) for i in range(ROWS) if mask[i].any()])
+    (step,) = mini_steps(
+        {f"actor/{k}": v for k, v in run_micro_batches(monkeypatch, [1] * ROWS, 1).items() if k.startswith(PREFIX)}, CAP
+    )
+    true = step.ppo_metrics()[m.RATIO_ESS.format(ratio="ppo_ratio")]
+    assert true == pytest.approx(ess(slice(None)), rel=1e-5)
+    assert averaged > true + 0.05
+
+
+def test_the_cycle_replaces_verls_averages_once(monkeypatch: pytest.MonkeyPatch):
+    reduced = run_micro_batches(monkeypatch, [4, 4], 1)
+    steps = mini_steps({f"actor/{k}": v for k, v in reduced.items() if k.startswith(PREFIX)}, CAP)
+    cycle = CycleMetrics()
+    cycle.add_update(steps, gap_from_first=True)
+    first = {"actor/ppo_kl": 9.0, "actor/rollout_corr/kl": 9.0, "actor/rollout_corr/training_ppl": 3.0}
+    cycle.finish_step(first, last_of_cycle=False)
+    assert first == {"rollout_corr/training_ppl": 3.0}
+    cycle.add_update(steps, gap_from_first=True)
+    last = {"actor/ppo_kl": 9.0}
+    cycle.finish_step(last, last_of_cycle=True)
+    assert last["actor/ppo_kl"] == pytest.approx(steps[0].ppo_metrics()["actor/ppo_kl"])
+    assert last["gap/abs"] == pytest.approx(steps[0].gap_metrics()["gap/abs"])
+    assert last["actor/ppo_kl_by_mini_step/first"] == pytest.approx(last["actor/ppo_kl"])
+
+
+def test_our_clipped_loss_and_gap_statistics_are_verls():
+    now, old, advantages, mask, _ = batch()
+    theirs, metrics = compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=actor_config()
+    )
+    x = now[mask] - old[mask]
+    assert float(theirs) == pytest.approx(our_loss(now[mask], old[mask], advantages[mask]), abs=1e-6)
+    rows = torch.arange(ROWS)[:, None].expand_as(mask)[mask].numpy()
+    acc = LogRatioAccumulator.of(x.double().numpy(), rows, CAP)
+    assert acc.ppo_metrics()["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], abs=1e-6)
+    keep = mask.any(dim=1)
+    corr = compute_offpolicy_metrics(old_log_prob=now[keep], rollout_log_prob=old[keep], response_mask=mask[keep])
+    gap = acc.gap_metrics()
+    for key in ("kl", "k3_kl", "chi2_token"):
+        assert gap[f"rollout_corr/{key}"] == pytest.approx(float(corr[key]), rel=1e-4, abs=1e-6)
+
+
+def test_a_dropped_trajectory_leaves_verls_bypass_loss_finite():
+    now, old, advantages, mask, _ = batch()
+    correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
+    policy_loss = OmegaConf.create({"loss_mode": "bypass_mode", "rollout_correction": correction})
+    config = ActorConfig(
+        strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2, policy_loss=policy_loss
+    )
+    bypass, metrics = compute_policy_loss_bypass_mode(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=config
+    )
+    vanilla, _ = compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=actor_config()
+    )
+    assert float(bypass) == pytest.approx(float(vanilla), abs=1e-7)
+    assert "rollout_corr/kl" in metrics
+
+
+def our_loss(now: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> float:
+    settings = OmegaConf.create({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
+    ones = torch.ones_like(now)
+    batch = TokenBatch(now, None, old, advantages, ones, None, torch.zeros_like(now, dtype=torch.int64))
+    return float(ppo.token_level_loss(batch, settings).mean())  # pyright: ignore[reportArgumentType]
+
+
+def test_ray_still_lets_the_actor_classes_out():
+    assert issubclass(RoutemergeTrainer, Trainer)
+    for method in ("_fit_compute_log_prob", "_update_actor", "_fit_update_actor", "init_workers"):
+        assert callable(getattr(Trainer, method))
+    assert callable(Runner._create_trainer)

@@ -1,0 +1,86 @@
+"""The rollout path of verl under a local Ray: its agent-loop worker, loop, client, balancer and batch assembly.
+
+Only the engine is scripted. The loops come from the file that a run writes, the model folder from `tiny.py`.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from omegaconf import OmegaConf
+from verl.experimental.fully_async_policy.detach_utils import RolloutSample, assemble_batch_from_rollout_samples
+from verl.experimental.fully_async_policy.fully_async_rollouter import FullyAsyncAgentLoopManager
+from verl.protocol import DataProto
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+from verl.workers.rollout.router import get_router_handle
+
+from experiments import check
+from experiments.verl_backend import tiny
+from experiments.verl_backend.compose import lay_over, verl_defaults
+from experiments.verl_backend.launch import ABSENT_IN_VERLS_YAML, Job, agent_loops, overrides, strategy_mode
+from tests.conftest import ROOT, compose
+
+
+class ScriptedServer:
+    """Aborts after 3 tokens under version 0, ends with 4 more under version 1; rows show position and version."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, int] = {}
+
+    async def generate(self, request_id, prompt_ids, sampling_params, image_data=None, video_data=None):
+        from verl.workers.rollout.replica import TokenOutput
+
+        key = tuple(prompt_ids[:20])  # the prompts of the test differ within 20 tokens
+        version = self.calls.get(key, 0)
+        self.calls[key] = version + 1
+        new = 3 if version == 0 else 4
+        rows = np.zeros((len(prompt_ids) + new - 1, 4, 4), np.int32) + np.arange(4)
+        rows[..., 0] = 8 + version
+        return TokenOutput(
+            token_ids=[10 + i for i in range(new)],
+            log_probs=[-0.5] * new,
+            routed_experts=rows,
+            stop_reason="abort" if version == 0 else "stop",
+            extra_fields={"global_steps": version},
+        )
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_ray: None, tmp_path: Path):
+    tiny.save_model(tmp_path, tiny.save_tokenizer(tmp_path))
+    arguments = ("strategy=slice_concat", f"model.checkpoint={tmp_path}", "sampling.max_response_tokens=12")
+    node = compose("experiment=qwen3_moe_tiny_verl", *arguments)
+    config = check.load(node)
+    mode = strategy_mode(config)
+    OmegaConf.save(agent_loops(config, mode), tmp_path / "agent_loops.yaml")
+    values = overrides(Job(config, node, "slice_concat", tmp_path), mode)
+    verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML)
+    server = ray.remote(ScriptedServer).remote()
+    client = FullyAsyncLLMServerClient(config=verl, load_balancer_handle=get_router_handle(servers={"fake:0": server}))
+    manager = FullyAsyncAgentLoopManager.create(config=verl, llm_client=client)
+    messages = [[{"role": "user", "content": word}] for word in ("abcd", "efg")]
+    batch = DataProto.from_single_dict({"raw_prompt": np.array(messages, dtype=object)})
+    batch.non_tensor_batch["agent_name"] = np.array(["single_turn_agent"] * 2, dtype=object)
+    out = asyncio.run(manager.generate_sequences_single(batch))
+    for row in range(2):
+        mask = out.batch["attention_mask"][row].bool()
+        prompt = int(mask.sum()) - 7
+        versions = (out.batch["routed_experts"][row, mask, 0, 0] - 8).tolist()
+        assert versions == [0] * (prompt + 2) + [1] * 4 + [-8]  # verl's own padding row, which its mask leaves out
+        assert set(out.non_tensor_batch["routemerge_shadow"][row]) == {"exact", "replace", "slice_concat"}
+    sample = ray.cloudpickle.loads(ray.cloudpickle.dumps(RolloutSample(out, "s", 0, {})))
+    assembled = assemble_batch_from_rollout_samples([sample], None, None)
+    assert assembled.meta_info["fully_async/partial/partial_ratio"] == 1.0
+    assert [v.tolist() for v in assembled.non_tensor_batch["routemerge_versions"]] == [[0, 0, 0, 1, 1, 1, 1]] * 2
