@@ -83,6 +83,12 @@ def score_plan(job: Config) -> ScorePlan:
 
 def _steps(recording: Recording, wanted: list[int] | None) -> list[int]:
     if wanted is None:
+        lost = sorted(set(range(1, recording.steps[-1])) - set(recording.steps))
+        if lost:
+            raise check.ConfigError(
+                f"`recording`: {recording.folder} has updates up to {recording.steps[-1]}, but not {lost}; restore the "
+                "files, or name the updates to score in `score.updates`"
+            )
         return list(recording.steps)
     absent = [step for step in wanted if step not in recording.steps]
     if absent or not wanted:

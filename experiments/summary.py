@@ -179,7 +179,13 @@ def main() -> int:
         summaries = [read_summary(folder) for folder in parser.parse_args().run_dir]
     except ValueError as error:
         parser.error(str(error))
-    print(closing_table(summaries[0]) if len(summaries) == 1 else comparison_table(summaries))
+    scored = [summary for summary in summaries if summary.get("mode") == "score"]
+    if scored and len(summaries) > 1:
+        parser.error(f"{scored[0]['folder']} scored a recording and trained nothing: give it alone")
+    if scored:
+        print("\n".join(decision_table(scored[0]["decision"]) if scored[0]["decision"] else ["nothing was ranked"]))
+    else:
+        print(closing_table(summaries[0]) if len(summaries) == 1 else comparison_table(summaries))
     return 0
 
 

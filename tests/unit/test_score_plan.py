@@ -43,6 +43,15 @@ def test_updates_are_scored_once_each_and_in_order(tmp_path):
     assert plan(tmp_path, "score.updates=[3,1,3]").steps == [1, 3]
 
 
+def test_a_lost_update_is_not_passed_over(tmp_path):
+    record(tmp_path)
+    (file,) = tmp_path.rglob("update_*2.safetensors")
+    file.unlink()
+    with pytest.raises(check.ConfigError, match=r"updates up to 4, but not \[2\]; restore the files, or name"):
+        plan(tmp_path)
+    assert plan(tmp_path, "score.updates=[1,3]").steps == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.summary import closing_table, comparison_table, read_summary
+from experiments.summary import closing_table, comparison_table, main, read_summary
 
 
 def values(mean: float, **other: float) -> dict[str, float]:
@@ -104,3 +105,20 @@ def test_several_runs_are_rows_of_one_table_with_their_commands() -> None:
 def test_a_folder_without_a_summary_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no summary.json in {tmp_path}"):
         read_summary(tmp_path)
+
+
+def test_a_scored_recording_is_shown_as_its_ranking_and_not_compared_with_training_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"strategy": "replace", "mean": 0.5, "low": 0.4, "high": 0.6, "loss_frac": 1.0, "better_than_next": None}
+    decision = {"ranking": [entry], "rollouts": 20, "interval": "95% bootstrap", "verdict": "replace: 0.5 nats"}
+    for name, changes in (("scored", {"mode": "score", "decision": decision}), ("trained", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary(**changes)))
+    monkeypatch.setattr("sys.argv", ["summary", str(tmp_path / "scored")])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "replace: 0.5 nats"
+    monkeypatch.setattr("sys.argv", ["summary", str(tmp_path / "scored"), str(tmp_path / "trained")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "trained nothing: give it alone" in capsys.readouterr().err
