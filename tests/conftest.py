@@ -67,7 +67,7 @@ def smoke_run(tmp_path: Path, warm_start_cache: Path) -> Callable[..., FinishedR
         )
         config = check.load(node)
         check.check(config, check.build_strategies(config)[0])
-        names = [o.split("=")[1] for o in overrides if o.startswith("strategy=")]
+        names = [o.split("=")[1].split(".")[-1] for o in overrides if o.startswith(("strategy=", "strategy._target_="))]
         name = names[0] if names else "replace"
         code = launch(Job(config, node, name, tmp_path / folder, started=0.0, command="python run.py"))
         return FinishedRun(code, tmp_path / folder)
