@@ -189,7 +189,7 @@ def _differing(rollout: Rollout, piece: _Piece, chosen: Rows, limit: float) -> i
     """
     assert piece.audit_from is not None
     differs = (np.sort(piece.rows, axis=-1) != np.sort(chosen, axis=-1)).any(axis=-1)  # [last-1, L]
-    call, most = rollout.calls[piece.call], min(REQUEST_FACTOR * limit, 0.5)
+    call, most = rollout.calls[piece.call], max(limit, min(REQUEST_FACTOR * limit, 0.5))
     for name, part in (
         ("prefilled", slice(piece.audit_from, call.input_len)),
         ("decoded", slice(call.input_len, None)),

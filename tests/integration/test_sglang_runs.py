@@ -39,7 +39,7 @@ def test_a_failed_update_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(sm
 
 def test_a_lost_server_ends_the_run_after_the_update_in_progress_with_a_checkpoint(smoke_run, server, capsys):
     server.faults |= {"/generate": [None] * 60 + ["drop"], "/health": [(503, {})]}
-    failed = smoke_run("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat")
+    failed = smoke_run("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat", "shadow=off")
     assert failed.code == 1
     assert "EngineLost: request r" in capsys.readouterr().err
     assert (failed.folder / "checkpoint" / "state.pt").is_file()
@@ -47,7 +47,9 @@ def test_a_lost_server_ends_the_run_after_the_update_in_progress_with_a_checkpoi
 
 
 def test_delta_rows_make_resumed_calls_cheaper_and_only_where_nothing_else_looks_at_the_rows(smoke_run, server):
-    arguments = ("engine=sglang", f"engine.url={server.url}", "steps=4")
+    server.token_s = 0.05  # slower than updates, so that syncs interrupt
+    # The stand-in's rows are no router's: the audit of a scored run would stop it.
+    arguments = ("engine=sglang", f"engine.url={server.url}", "steps=4", "shadow.audit_limit.float32=1.0")
     for strategy, every, delta in (("slice_concat", 0, True), ("slice_concat", 2, False), ("replace", 0, False)):
         server.bodies.clear()
         run = smoke_run(*arguments, f"strategy={strategy}", f"shadow.every={every}", folder=f"{strategy}{every}")

@@ -46,6 +46,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self.aborted = 0
         self.retracted = 0
         self.layers, self.top_k = LAYERS, TOP_K
+        self.token_s = TOKEN_S
         self.faults: dict[str, list[Any]] = {}
         self.settings: dict[str, Any] = {"enable_return_routed_experts": True, "disable_radix_cache": True}
         self.calls: list[str] = []
@@ -62,7 +63,7 @@ class LoopbackServer(ThreadingHTTPServer):
         """Clients that are gone are part of the tests."""
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns a reply; blocks while paused and for TOKEN_S per token."""
+        """Returns a reply; blocks while paused and for `token_s` per token."""
         with self.lock:
             self.bodies.append(body)
             self.lock.wait_for(lambda: not self.paused)
@@ -79,7 +80,7 @@ class LoopbackServer(ThreadingHTTPServer):
                 self.lock.wait_for(lambda: not self.paused or self.aborted > aborted)
                 if self.aborted == aborted:
                     versions.append(self.version)
-            time.sleep(TOKEN_S)
+            time.sleep(self.token_s)
         with self.lock:
             self.under_way -= 1
             retractions = self.retracted - retracted
