@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -117,3 +117,35 @@ class Engine(Protocol):
     def stats(self) -> EngineTotals:
         """Returns totals since the start."""
         ...
+
+
+def check_request(request: Request, unanswered: Container[str], vocab_size: int, max_length: int) -> None:
+    """Refuses a malformed request before any engine sees it: an id out of the vocabulary ends an SGLang server.
+
+    Args:
+        unanswered: ids of the requests that the engine works on.
+        vocab_size: ids lie below it.
+        max_length: tokens that the model can hold.
+
+    Raises:
+        ValueError: names the request, what was expected and what came.
+    """
+    name, ids = f"request {request.request_id}", np.asarray(request.input_ids)
+    if request.request_id in unanswered:
+        raise ValueError(f"{name}: an unanswered request of this id is in the engine")
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name}: integer input ids [s] with s >= 1 are expected, {ids.dtype} {list(ids.shape)} came")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        raise ValueError(
+            f"{name}: ids in [0, {vocab_size}) are expected, {ids[outside[0]]} came at position {outside[0]}"
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"{name}: max_new_tokens >= 1 is expected, {request.max_new_tokens} came")
+    if len(ids) + request.max_new_tokens > max_length:
+        raise ValueError(
+            f"{name}: at most {max_length} tokens fit (max_position_embeddings), "
+            f"{len(ids)} input and {request.max_new_tokens} new ones came"
+        )
+    if not 0 <= request.row_start < len(ids):
+        raise ValueError(f"{name}: row_start in [0, {len(ids)}) is expected, {request.row_start} came")

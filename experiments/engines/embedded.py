@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from experiments.clock import Clock
-from experiments.engines.base import PauseMode, Reply, Request
+from experiments.engines.base import PauseMode, Reply, Request, check_request
 from experiments.engines.running_batch import Generation, RunningBatch
 from experiments.schema import CostConfig, ResumeRows
 from strategies.types import EngineCall
@@ -332,26 +332,6 @@ class EmbeddedEngine:
             raise RuntimeError("the engine is not started")
 
     def _check_request(self, request: Request) -> None:
-        name, ids = f"request {request.request_id}", np.asarray(request.input_ids)
-        if request.request_id in self._futures:
-            raise ValueError(f"{name}: an unanswered request of this id is in the engine")
-        if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(
-                f"{name}: integer input ids [s] with s >= 1 are expected, {ids.dtype} {list(ids.shape)} came"
-            )
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
-            raise ValueError(
-                f"{name}: ids in [0, {self._vocab_size}) are expected, {ids[outside[0]]} came at position {outside[0]}"
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"{name}: max_new_tokens >= 1 is expected, {request.max_new_tokens} came")
-        if len(ids) + request.max_new_tokens > self._max_length:
-            raise ValueError(
-                f"{name}: at most {self._max_length} tokens fit (max_position_embeddings), "
-                f"{len(ids)} input and {request.max_new_tokens} new ones came"
-            )
-        if not 0 <= request.row_start < len(ids):
-            raise ValueError(f"{name}: row_start in [0, {len(ids)}) is expected, {request.row_start} came")
+        check_request(request, self._futures.keys(), self._vocab_size, self._max_length)
         if request.rows is not None:
-            self._batch.recorder.check_forced(request.rows, len(ids), name)
+            self._batch.recorder.check_forced(request.rows, len(request.input_ids), f"request {request.request_id}")

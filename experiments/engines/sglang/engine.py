@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import torch
 from transformers import Qwen3MoeConfig
 
-from experiments.engines.base import EngineLost, PauseMode, Reply, Request
+from experiments.engines.base import EngineLost, PauseMode, Reply, Request, check_request
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
 from experiments.engines.sglang.handshake import check_model, check_settings
 from experiments.engines.sglang.process import ServerProcess, ServerStartError
@@ -189,7 +188,7 @@ class SGLangEngine:
         self._check_alive()
         if self._client is None:
             raise RuntimeError("the engine is not started")
-        self._check_request(request)
+        check_request(request, self._names, self._vocab_size, self._max_length)
         self._names.add(request.request_id)
         try:
             async with self._slots:
@@ -336,29 +335,6 @@ class SGLangEngine:
                 log.warning("SGLang: request %s: the reply is flagged %s", reply.call.request_id, flag)
             self._flags[flag] += 1
         return reply
-
-    def _check_request(self, request: Request) -> None:
-        name, ids = f"request {request.request_id}", np.asarray(request.input_ids)
-        if request.request_id in self._names:
-            raise ValueError(f"{name}: an unanswered request of this id is in the engine")
-        if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(
-                f"{name}: integer input ids [s] with s >= 1 are expected, {ids.dtype} {list(ids.shape)} came"
-            )
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
-            raise ValueError(
-                f"{name}: ids in [0, {self._vocab_size}) are expected, {ids[outside[0]]} came at position {outside[0]}"
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"{name}: max_new_tokens >= 1 is expected, {request.max_new_tokens} came")
-        if len(ids) + request.max_new_tokens > self._max_length:
-            raise ValueError(
-                f"{name}: at most {self._max_length} tokens fit (max_position_embeddings), "
-                f"{len(ids)} input and {request.max_new_tokens} new ones came"
-            )
-        if not 0 <= request.row_start < len(ids):
-            raise ValueError(f"{name}: row_start in [0, {len(ids)}) is expected, {request.row_start} came")
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
