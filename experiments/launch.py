@@ -31,12 +31,14 @@ from experiments.loop import Learner, Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
 from experiments.recorder import RecordingLearner, start_recording
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
+from experiments.run_dir import write_composition
 from experiments.schema import ClockKind, Config, ResumeRows
 from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
 from experiments.timing import Stopwatch, Totals
 from experiments.tracking import Tracker
+from experiments.tracking.run_folder import flatten
 from experiments.trainers.convert import check_supported
 from experiments.trainers.megatron import MegatronTrainer
 from experiments.trainers.runtime import resolve_device
@@ -94,6 +96,7 @@ def launch(job: Job) -> int:
             command=job.command,
             resume_after=saved["progress"]["step"] if saved else None,
         )
+        write_composition(job.run_dir, job.node)
     interrupt = Interrupt()
     with interruptible(interrupt):
         return supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt), closing_table)
@@ -155,17 +158,12 @@ def _saved(job: Job) -> dict[str, Any] | None:
 
 def _comparable(node: DictConfig) -> dict[str, str]:
     """Returns the configuration flattened to `dotted.key: text`, without the keys that a resumed run may change."""
-    flat: dict[str, str] = {}
-
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, item in value.items():
-                visit(item, f"{path}.{key}" if path else str(key))
-        elif not any(path == key or path.startswith(f"{key}.") for key in CHANGEABLE):
-            flat[path] = str(value)
-
-    visit(OmegaConf.to_container(node, resolve=True, enum_to_str=True), "")
-    return flat
+    flat = flatten(OmegaConf.to_container(node, resolve=True, enum_to_str=True))
+    return {
+        path: text
+        for path, text in flat.items()
+        if not any(path == key or path.startswith(f"{key}.") for key in CHANGEABLE)
+    }
 
 
 def _build(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from experiments.decision import decide
 from experiments.metrics.route_keys import MERGE_EXCLUDED
@@ -51,8 +51,7 @@ class Tracker:
         self._started_s = time.monotonic()
         self._finished = False
         folder.mkdir(parents=True, exist_ok=True)
-        plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True, throw_on_missing=True)
-        self._config: dict[str, Any] = json.loads(json.dumps(plain))
+        self._config = run_folder.plain_config(config)
         self._summary_path = folder / "summary.json"
         earlier = self._earlier_summary(resume_after)
         self._metrics = JsonLines(folder / "metrics.jsonl", resume_after)
