@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shlex
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ def register() -> None:
     schema.register()
     OmegaConf.register_new_resolver("other_overrides", _other_overrides, replace=True)
     OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
+    # The presets of conf/hydra/launcher have the names of the plugins' own, whose types then check them.
+    warnings.filterwarnings("ignore", message="\\s*'hydra/launcher/\\w+' is validated against ConfigStore schema")
 
 
 def jobs_at_once(threads: int) -> int:
@@ -126,11 +129,13 @@ def _plan(config_name: str, overrides: Sequence[str]) -> Sweep:
     fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
     config = hydra.compose(config_name, overrides=[*fixed, "hydra.mode=MULTIRUN"], return_hydra_config=True)
     _check_sweeper(config)
+    # How jobs are launched is no part of a job; Hydra would compose it anew in every one.
+    own_of_hydra = [o for o in config.hydra.overrides.hydra if not re.match(r"[+~]*hydra[/.]launcher", o)]
+    config.hydra.overrides.hydra = own_of_hydra
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     own = [o.input_line or "" for o in parsed if not o.is_hydra_override()]
-    of_hydra = list(config.hydra.overrides.hydra)
     grid = BasicSweeper.split_arguments(parser.parse_overrides([*params, *own]), None)[0]
-    jobs = [_job(config_name, of_hydra, job, number) for number, job in enumerate(grid)]
+    jobs = [_job(config_name, own_of_hydra, job, number) for number, job in enumerate(grid)]
     _check_folders(jobs)
     return Sweep(config, tuple(jobs))
 
