@@ -75,7 +75,7 @@ if __name__ == "__main__":
         if sweep is not None:
             from experiments.sweep import run_sweep
 
-            sys.exit(run_sweep(sys.argv[1:], sweep, run_job))
+            sys.exit(run_sweep(sweep, run_job))
     except check.ConfigError as error:
         refuse(error)
     main()

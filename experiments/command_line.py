@@ -97,8 +97,8 @@ def precheck(argv: list[str]) -> Sweep | None:
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         return None
     try:
-        with composing(args):
-            overrides = all_overrides(args)
+        with composing():
+            overrides = _all_overrides(args)
             if args.multirun:
                 return _plan(args.config_name or "config", overrides)
             _checked(hydra.compose(args.config_name or "config", overrides=overrides), overrides)
@@ -108,13 +108,13 @@ def precheck(argv: list[str]) -> Sweep | None:
 
 
 @contextmanager
-def composing(args: Namespace) -> Iterator[None]:
+def composing() -> Iterator[None]:
     """Makes `hydra.compose` find conf/."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
         yield
 
 
-def all_overrides(args: Namespace) -> list[str]:
+def _all_overrides(args: Namespace) -> list[str]:
     """Returns the overrides of a command line, `--config-dir` as one of them."""
     folder = [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
     return [*args.overrides, *folder]

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import hydra
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -31,7 +29,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from experiments.check import ConfigError
-from experiments.command_line import CONF, PlannedJob, Sweep, all_overrides, composing, recorded
+from experiments.command_line import CONF, PlannedJob, Sweep, composing, recorded
 from experiments.run_dir import Claim, Found, State, claim, claimed_elsewhere, clear, inspect, is_claimed
 from experiments.summary import comparison_table, read_summary
 from experiments.sweep_progress import Watch, label
@@ -174,7 +172,7 @@ def run_sweep(argv: Sequence[str], sweep: Sweep, work: Work) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CONF.parent), os.environ.get("PYTHONPATH", "")]))
     task = partial(run_job, work=work, stop=stop, pid=os.getpid())
     with Watch(sweep.jobs, todo) as watch, _interruptible(stop, watch):
-        _launch(list(argv), sweep.config, todo, task, stop, watch)
+        _launch(sweep.config, todo, task, stop, watch)
     interrupted = stop.asked()
     stop.file.unlink(missing_ok=True)
     return _close(sweep, folder, interrupted)
@@ -198,14 +196,10 @@ def _unfinished(jobs: Sequence[PlannedJob]) -> list[PlannedJob]:
     return todo
 
 
-def _launch(
-    argv: list[str], config: DictConfig, todo: list[PlannedJob], task: partial[None], stop: Stop, watch: Watch
-) -> None:
+def _launch(config: DictConfig, todo: list[PlannedJob], task: partial[None], stop: Stop, watch: Watch) -> None:
     """Hands the jobs to the launcher; where it breaks (a worker was killed), the jobs that had not begun again."""
-    args = get_args_parser().parse_args(argv)
     while todo and not stop.asked():
-        with composing(args):
-            hydra.compose(args.config_name or "config", overrides=all_overrides(args))
+        with composing():
             loader = GlobalHydra.instance().config_loader()
             context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
             launcher = Plugins.instance().instantiate_launcher(context, task, config)
