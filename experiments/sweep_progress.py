@@ -25,10 +25,10 @@ POLL_S = 1.0
 
 
 def label(job: PlannedJob, jobs: Sequence[PlannedJob]) -> str:
-    """Returns what tells the job from the others of its sweep, e.g. `slice_concat seed1`."""
-    folder = os.path.commonpath([other.run_dir.parent for other in jobs])
-    parts = job.run_dir.relative_to(folder).parts
-    return " ".join((Path(folder).name, *parts) if len(parts) < 2 else parts)
+    """Returns what tells the job from the others of its sweep, e.g. `slice_concat seed1`: two folder names or more."""
+    shared = len(Path(os.path.commonpath([other.run_dir for other in jobs])).parts)
+    parts = job.run_dir.parts
+    return " ".join(parts[min(shared, len(parts) - 2) :])
 
 
 def duration(seconds: float) -> str:
@@ -146,20 +146,21 @@ def _written(job: PlannedJob) -> int:
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 
-def states(folder: Path) -> list[tuple[str, str, str]]:
-    """Returns run directory, state and progress of every run below `folder`, sorted.
+def states(folder: Path) -> list[tuple[str, str, int]]:
+    """Returns run directory, state and number of updates of every run below `folder`, sorted.
 
     A run that says it is running and whose directory nobody holds has crashed.
     """
     found = []
     for path in sorted(folder.rglob("summary.json")):
-        summary, run_dir = read_summary(path.parent), path.parent
-        status = summary["status"]
+        run_dir, status = path.parent, read_summary(path.parent)["status"]
         if is_claimed(run_dir):
             status = "running"
         elif status == "running":
             status = "crashed"
-        found.append((str(run_dir.relative_to(folder)), status, f"{summary['steps']} updates"))
+        metrics = run_dir / "metrics.jsonl"
+        updates = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+        found.append((str(run_dir.relative_to(folder)), status, updates))
     return found
 
 
@@ -169,7 +170,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="folder of a sweep, e.g. outputs/pr6046")
     rows = states(parser.parse_args().folder)
     width = max((len(name) for name, _, _ in rows), default=0)
-    print("\n".join(f"{name:<{width}}  {status:<11}  {steps}" for name, status, steps in rows) or "no runs")
+    lines = (f"{name:<{width}}  {status:<11}  {updates} updates" for name, status, updates in rows)
+    print("\n".join(lines) or "no runs")
     return 0
 
 
