@@ -159,7 +159,7 @@ def _screen(node: DictConfig, run_dir: Path, *, shared: bool) -> Iterator[None]:
 # --- the sweep, in the process that the user started -----------------------------------------------------------------
 
 
-def run_sweep(argv: Sequence[str], sweep: Sweep, work: Work) -> int:
+def run_sweep(sweep: Sweep, work: Work) -> int:
     """Runs the jobs that are not completed, shows how far they are, and returns the exit code of the whole sweep.
 
     Raises:

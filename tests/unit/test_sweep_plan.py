@@ -61,7 +61,7 @@ def test_no_two_jobs_share_a_folder_whatever_is_swept(arguments):
 
 
 def test_two_jobs_of_one_folder_are_refused():
-    with pytest.raises(ConfigError, match="jobs 0 and 1 would share .*elsewhere/one"):
+    with pytest.raises(ConfigError, match=r"jobs 0 and 1 would share .*elsewhere/one"):
         plan("seed=0,1", "hydra.sweep.dir=elsewhere", "hydra.sweep.subdir=one")
     with pytest.raises(ConfigError, match="jobs 0 and 2 would share"):
         plan("seed=0,1,0")
