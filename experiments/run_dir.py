@@ -64,14 +64,17 @@ class Found:
 
 
 def inspect(run_dir: Path, node: DictConfig) -> Found:
-    """Returns what `run_dir` holds for a job whose tracked configuration is `node`."""
+    """Returns what `run_dir` holds for a job whose tracked configuration is `node`.
+
+    verl writes no summary.json: there the job file says how the run ended.
+    """
     ours = plain_config(node)
     summary, theirs = _read(run_dir / "summary.json"), run_dir / HYDRA_FOLDER / "config.yaml"
     if not summary and not theirs.is_file():
         return Found(State.new)
     if summary.get("config_hash", _hash_of(theirs)) != config_hash(ours):
         return Found(State.foreign, f"{run_dir} holds the run of another configuration{_difference(theirs, ours)}")
-    if summary.get("status") == "completed":
+    if (summary or read_job(run_dir)).get("status") == "completed":
         if ours["record"] and not (run_dir / FOLDER / INDEX).is_file():
             return Found(
                 State.foreign, f"{run_dir} holds the completed run without the recording that record=true asks"

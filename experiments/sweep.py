@@ -91,11 +91,12 @@ def _attempt(claimed: Claim, node: DictConfig, found: Found, run_dir: Path, work
     if found.state is State.completed:
         claimed.note("completed")
         return COMPLETED
-    if found.state is State.crashed:
-        clear(run_dir)
-    if found.state is State.resumable:
-        with open_dict(node):
-            node.resume = str(run_dir)
+    if node.backend.name == "local":  # verl continues from its own checkpoints by itself
+        if found.state is State.crashed:
+            clear(run_dir)
+        if found.state is State.resumable:
+            with open_dict(node):
+                node.resume = str(run_dir)
     status, error = FAILED, None
     try:
         if found.state is State.foreign:

@@ -44,6 +44,14 @@ def test_a_run_that_died_before_its_summary_is_known_by_its_configuration(tmp_pa
     assert run_dir.inspect(tmp_path, compose("experiment=smoke", "seed=1")).state is State.foreign
 
 
+def test_a_run_in_verl_writes_no_summary_and_is_known_by_its_job_file(tmp_path, node):
+    run_dir.write_composition(tmp_path, node)
+    with run_dir.claim(tmp_path) as claimed:
+        assert claimed is not None
+        claimed.note("completed")
+    assert run_dir.inspect(tmp_path, node).state is State.completed
+
+
 def test_what_does_not_change_the_numbers_does_not_make_another_run(tmp_path, node):
     write_summary(tmp_path, node, "completed")
     same = compose("experiment=smoke", "tracking=disabled", "task.warm_start.cache_dir=x")
