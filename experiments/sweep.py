@@ -75,15 +75,19 @@ def run_job(node: DictConfig, *, work: Work, stop: Stop, pid: int) -> None:
         pid: of the process that started the sweep; in any other one the job leaves the screen alone.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
+    own = os.getpid() == pid
+    if not own:
+        # A terminal sends Ctrl-C to this process too; the stop file says it once, and to other machines as well.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if stop.asked():
         return
-    with claim(run_dir) as claimed, _screen(node, run_dir, shared=os.getpid() != pid):
+    with claim(run_dir) as claimed, _screen(node, run_dir, shared=not own):
         if claimed is None:
             print(f"run.py: {claimed_elsewhere(run_dir)}", file=sys.stderr)
             return
         status = _attempt(claimed, node, inspect(run_dir, recorded(node)), run_dir, partial(_stoppable, work, stop))
-    if status == INTERRUPTED and os.getpid() == pid:
-        stop.ask()  # SIGTERM reached the job, which is in the sweep's own process
+    if status == INTERRUPTED and own:
+        stop.ask()  # the signal reached the job itself, which is in the sweep's own process
 
 
 def _attempt(claimed: Claim, node: DictConfig, found: Found, run_dir: Path, work: Work) -> int:
@@ -208,6 +212,8 @@ def _launch(config: DictConfig, todo: list[PlannedJob], task: partial[None], sto
                 launcher.launch([list(job.overrides) for job in todo], initial_job_idx=0)
                 return
             except Exception as error:
+                if stop.asked():  # a worker that was just starting died of Ctrl-C
+                    return
                 print(f"run.py: the launcher broke: {type(error).__name__}: {error}", file=sys.stderr)
         begun = [job for job in todo if watch.has_begun(job)]
         if not begun:
@@ -217,31 +223,24 @@ def _launch(config: DictConfig, todo: list[PlannedJob], task: partial[None], sto
 
 @contextmanager
 def _interruptible(stop: Stop, watch: Watch) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the sweep after checkpoints, the second Ctrl-C at once.
+    """The first Ctrl-C or SIGTERM ends the sweep after checkpoints, a second Ctrl-C at once."""
 
-    SIGINT is blocked, which the launcher's workers inherit: a terminal sends it to them too, and one that dies of it
-    breaks the launcher. A thread waits for it instead.
-    """
-
-    def ask() -> None:
+    def ask(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, end)
         stop.ask()
         watch.say("run.py: stopping: running jobs save a checkpoint, no other starts; Ctrl-C again stops at once")
 
-    def wait() -> None:
-        signal.sigwait({signal.SIGINT})
-        ask()
-        signal.sigwait({signal.SIGINT})
+    def end(signum: int, frame: object) -> None:
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(INTERRUPTED)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before = signal.signal(signal.SIGTERM, lambda signum, frame: ask())
-    threading.Thread(target=wait, name="ctrl-c", daemon=True).start()
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _close(sweep: Sweep, folder: Path, interrupted: bool) -> int:
