@@ -132,6 +132,8 @@ def _plan(config_name: str, overrides: Sequence[str]) -> Sweep:
     # How jobs are launched is no part of a job; Hydra would compose it anew in every one.
     own_of_hydra = [o for o in config.hydra.overrides.hydra if not re.match(r"[+~]*hydra[/.]launcher", o)]
     config.hydra.overrides.hydra = own_of_hydra
+    if "root" in config.hydra.hydra_logging:
+        config.hydra.hydra_logging.root.level = "WARNING"  # experiments/sweep_progress.py says what starts
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     own = [o.input_line or "" for o in parsed if not o.is_hydra_override()]
     grid = BasicSweeper.split_arguments(parser.parse_overrides([*params, *own]), None)[0]

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, open_dict
 
 from experiments.check import ConfigError
 from experiments.command_line import CONF, PlannedJob, Sweep, composing, recorded
-from experiments.run_dir import Claim, Found, State, claim, claimed_elsewhere, clear, inspect, is_claimed
+from experiments.run_dir import Claim, Found, State, claim, claimed_elsewhere, clear, inspect, is_claimed, read_job
 from experiments.summary import comparison_table, read_summary
 from experiments.sweep_progress import Watch, label
 
@@ -249,13 +249,20 @@ def _close(sweep: Sweep, folder: Path, interrupted: bool) -> int:
     completed = [job for job, state in states.items() if state is State.completed]
     elsewhere = [job for job in sweep.jobs if job not in completed and is_claimed(job.run_dir)]
     left = [job for job in sweep.jobs if job not in completed and job not in elsewhere]
+    untouched = [job for job in left if states[job] is State.new and not read_job(job.run_dir)]
+    ended = [job for job in left if job not in untouched]
     summaries = [read_summary(job.run_dir) for job in completed if (job.run_dir / "summary.json").is_file()]
     trained = [summary for summary in summaries if summary["mode"] != "score"]
     if trained and not left:
         print("\n" + comparison_table(trained, commands=False))
         print(f"\nfolder   {folder}\nnext     python -m analysis report {folder} --out report")
     counts = f"run.py: {len(completed)} of {len(sweep.jobs)} jobs completed"
-    for jobs, what in ((elsewhere, "run by another process"), (left, "interrupted" if interrupted else "failed")):
+    kinds = (
+        (elsewhere, "run by another process"),
+        (ended, "interrupted or failed" if interrupted else "failed"),
+        (untouched, "not started"),
+    )
+    for jobs, what in kinds:
         if jobs:
             counts += f"; {len(jobs)} {what}: {', '.join(label(job, sweep.jobs) for job in jobs)}"
     print(counts, file=sys.stderr)
