@@ -32,11 +32,11 @@ from experiments.tracking.run_folder import NOT_HASHED
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
-LAUNCHER_EXTRAS = {
-    "hydra_plugins.hydra_submitit_launcher": "launch-slurm",
-    "hydra_plugins.hydra_ray_launcher": "launch-ray",
+LAUNCHER_INSTALLS = {
+    "hydra_plugins.hydra_submitit_launcher": "uv sync --extra launch-slurm",
+    "hydra_plugins.hydra_ray_launcher": "uv pip install hydra-ray-launcher==1.2.2",
 }
-"""Package of a launcher and the extra of pyproject.toml that installs it."""
+"""Package of a launcher and what installs it."""
 
 _IN_THE_PATH = ("strategy", "seed", "experiment_name")
 _MAX_FOLDER_NAME = 120  # file systems allow 255 bytes
@@ -148,8 +148,7 @@ def _check_sweeper(config: DictConfig) -> None:
         raise check.ConfigError(f"`hydra/sweeper` must be basic, a grid of jobs, not {target}")
     package = config.hydra.launcher._target_.rpartition(".")[0].rpartition(".")[0]
     if importlib.util.find_spec(package) is None:
-        extra = LAUNCHER_EXTRAS.get(package)
-        command = f"uv sync --extra {extra}" if extra else f"uv pip install {package.rpartition('.')[2]}"
+        command = LAUNCHER_INSTALLS.get(package, f"uv pip install {package.rpartition('.')[2]}")
         raise check.ConfigError(
             f"`hydra/launcher={config.hydra.runtime.choices['hydra/launcher']}` is not installed: {command}"
         )

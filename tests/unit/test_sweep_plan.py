@@ -109,13 +109,16 @@ def test_joblib_uses_the_cores_and_no_more():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "package", "extra"),
-    [("submitit_slurm", "hydra_submitit_launcher", "launch-slurm"), ("ray", "hydra_ray_launcher", "launch-ray")],
+    ("launcher", "package", "command"),
+    [
+        ("submitit_slurm", "hydra_submitit_launcher", "uv sync --extra launch-slurm"),
+        ("ray", "hydra_ray_launcher", "uv pip install hydra-ray-launcher"),
+    ],
 )
-def test_a_launcher_that_is_not_installed_is_one_line_with_the_command(launcher, package, extra, monkeypatch):
+def test_a_launcher_that_is_not_installed_is_one_line_with_the_command(launcher, package, command, monkeypatch):
     find_spec = command_line.importlib.util.find_spec
     monkeypatch.setattr(
         command_line.importlib.util, "find_spec", lambda name: None if name.endswith(package) else find_spec(name)
     )
-    with pytest.raises(ConfigError, match=f"launcher={launcher}` is not installed: uv sync --extra {extra}"):
+    with pytest.raises(ConfigError, match=f"launcher={launcher}` is not installed: {command}"):
         plan(f"hydra/launcher={launcher}", "seed=0,1")
