@@ -29,7 +29,8 @@ def detectable_effect(n: int, alpha: float, power: float = POWER) -> float:
     """
     if n < MIN_SEEDS or smallest_p(n) > alpha:
         return math.inf
-    return float(optimize.brentq(lambda effect: _power(n, alpha, effect) - power, 0.0, 20.0, xtol=1e-4))
+    found = optimize.root_scalar(lambda effect: _power(n, alpha, effect) - power, bracket=(0.0, 20.0), xtol=1e-4)
+    return float(found.root)
 
 
 def _power(n: int, alpha: float, effect: float) -> float:

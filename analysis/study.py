@@ -139,7 +139,7 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
         improvement=tables.improvement(primary or secondary[:1], values, pairs),
         profiles=tables.profiles(primary or secondary[:1], values),
         offline=offline,
-        offline_pairs=tables.comparisons(tables.offline_pairs(offline)),
+        offline_pairs=tables.comparisons(tables.offline_pairs(offline, arms)),
         collapse_times=times,
         survival=collapse.survival(times),
         collapse=collapse.collapse_table(times),
@@ -171,8 +171,9 @@ def _warnings(
     planned = completeness[completeness["state"] != "not planned"]
     states = planned["state"].value_counts()
     if set(states.index) != {"complete"}:
-        cells = [f"{c.strategy} seed {c.seed} ({c.state})" for c in planned.itertuples() if c.state != "complete"]
-        yield f"{states.get('complete', 0)} of {len(planned)} planned runs are complete; not: {', '.join(cells)}."
+        rest = planned[planned["state"] != "complete"].groupby(["strategy", "state"], sort=False)["seed"]
+        cells = [f"{arm} seed {', '.join(map(str, seeds))} ({state})" for (arm, state), seeds in rest]
+        yield f"{states.get('complete', 0)} of {len(planned)} planned runs are complete; not: {'; '.join(cells)}."
     fewest = min((result.n for result in results), default=0)
     if fewest < MIN_SEEDS:
         seeds = f"{fewest} paired seed{'s' * (fewest != 1)}"
@@ -196,14 +197,14 @@ def _notes(
 ) -> Iterator[str]:
     """Yields what was left out, and how numbers were made."""
     for _, row in runs.excluded.iterrows():
-        yield f"Excluded: {row['run']} ({row['where']}): {row['reason']}."
+        yield f"Excluded: {row['run'] or 'a run'} ({row['where']}): {row['reason']}."
     for (metric, reduce), frame in values.items():
         unfit = frame[(frame["reason"] != "") & ~frame["run"].isin(_incomplete(runs))]
         for run, reason in zip(unfit["run"], unfit["reason"], strict=True):
             yield f"{run} has no {reduce} {metric}: {reason}."
-        logged = frame.loc[frame["reason"] == "", "updates"]
-        if len(logged) and logged.min() < logged.max():
-            updates = f"{logged.min()} to {logged.max()} updates of a run"
+        logged = frame.loc[frame["reason"] == ""].set_index("run")["updates"]
+        if (logged < runs.runs["steps"].reindex(logged.index)).any():
+            updates = f"{logged.min()} to {logged.max()} of {runs.runs['steps'].max()} updates of a run"
             yield f"{metric} was logged by {updates}: its {reduce} is over these."
     if all(floor != floor for floor in floors.values()):
         yield f"No noise floor was measured ({tables.FLOOR}): a difference is compared with none."
