@@ -15,9 +15,9 @@ from analysis.compare import (
     MIN_SEEDS,
     NARROW_BELOW,
     PairedDifference,
+    bearable_tests,
     holm,
     interval_coverage,
-    bearable_tests,
 )
 from analysis.markdown import number
 from analysis.power import statement

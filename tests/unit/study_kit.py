@@ -69,9 +69,11 @@ def make_runs(*runs: Mapping[str, Any], excluded: Sequence[tuple[str, str, str]]
     history["run"] = pd.Categorical(history["run"], categories=names)
     return Runs(
         history=history.sort_values(["run", "step"], ignore_index=True),
-        runs=pd.DataFrame([run["facts"] for run in runs], index=pd.Index([r["name"] for r in runs], name="run")).astype(
-            {"planned": "Int64"}
-        ),
+        runs=pd.DataFrame(
+            [run["facts"] for run in runs],
+            index=pd.Index([run["name"] for run in runs], name="run"),
+            columns=None if runs else ["strategy", "seed", "status", "steps", "planned"],
+        ).astype({"planned": "Int64"}),
         configs={run["name"]: dict(run["config"]) for run in runs},
         versions={run["name"]: dict(run["versions"]) for run in runs},
         segments=pd.DataFrame(),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.compare import (
+    bearable_tests,
     holm,
     interval,
     interval_coverage,
@@ -20,7 +21,6 @@ from analysis.compare import (
     performance_profile,
     probability_of_improvement,
     sign_flip,
-    bearable_tests,
 )
 from analysis.scalars import direction, scalars
 from tests.unit.study_kit import METRIC, make_runs, one_run, two_arms
@@ -137,7 +137,10 @@ sizes = st.floats(-1e3, 1e3).map(lambda value: round(value, 3))
 @given(st.lists(sizes, min_size=3, max_size=7))
 def test_sign_flip_is_the_share_of_patterns_at_least_as_large(values: list[float]) -> None:
     differences = np.array(values)
-    sums = [abs(sum(s * v for s, v in zip(signs, values))) for signs in itertools.product((1, -1), repeat=len(values))]
+    sums = [
+        abs(sum(s * v for s, v in zip(signs, values, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(values))
+    ]
     observed = abs(sum(values))
     expected = np.mean([total >= observed - 1e-9 for total in sums])
     assert sign_flip(differences) == pytest.approx(expected, abs=0)
