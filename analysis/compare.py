@@ -216,7 +216,7 @@ def _bootstrap(samples: tuple[Float, ...], statistic: Callable[..., Float]) -> t
         confidence_level=LEVEL,
         method="percentile",
         vectorized=True,
-        batch=1000,
+        batch=max(1, 2**20 // math.prod(map(len, samples))),
         rng=np.random.default_rng(0),
     ).confidence_interval
     return float(found.low), float(found.high)

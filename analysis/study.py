@@ -41,9 +41,7 @@ SECONDARY: tuple[Key, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class StudyResult:
-    """Everything that a report of a study prints.
-
-    Tables without a docstring here have the columns of the function of study_tables.py named in brackets.
+    """Everything that a report of a study prints. Tables have the columns of the functions in brackets, study_tables.py.
 
     Attributes:
         plan: None where none was given: then every result is exploratory.
@@ -57,7 +55,8 @@ class StudyResult:
         per_run: `scalars` of every metric below, one row per run and scalar.
         summary: arms, one by one (`summary`).
         primary: the declared comparisons (`comparisons`), with `p_holm` and `outcome`.
-        secondary: SECONDARY for every pair of arms (`comparisons`); exploratory, p not adjusted.
+        secondary: the same metrics and SECONDARY for every pair of arms that is not declared (`comparisons`);
+            exploratory, p not adjusted.
         improvement, profiles: of the primary metrics (`improvement`, `profiles`).
         offline, offline_pairs: merge rules on the same rollouts (`offline`, `comparisons`); exploratory.
         collapse_times, survival, collapse: tables of collapse.py.
@@ -113,7 +112,9 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     values = {key: scalars(runs, *key) for key in (*primary, *secondary)}
     floors = {metric: tables.noise_floor(runs, metric) for metric, _ in values}
     declared = [paired(values[c.metric, c.reduce], c.a, c.b, floors[c.metric]) for c in plan.primary] if plan else []
-    explored = [paired(values[key], a, b, floors[key[0]]) for key in secondary for a, b in pairs]
+    known = {(result.metric, result.reduce, frozenset((result.a, result.b))) for result in declared}
+    fresh = [(key, pair) for key in values for pair in pairs if (*key, frozenset(pair)) not in known]
+    explored = [paired(values[key], *pair, floors[key[0]]) for key, pair in fresh]
     alpha = plan.alpha if plan else ALPHA
     confounds = [list(differences(runs, (result.a, result.b))["key"]) for result in declared]
     decided = verdicts(declared, confounds, alpha)
@@ -175,7 +176,9 @@ def _warnings(
         cells = [f"{arm} seed {', '.join(map(str, seeds))} ({state})" for (arm, state), seeds in rest]
         yield f"{states.get('complete', 0)} of {len(planned)} planned runs are complete; not: {'; '.join(cells)}."
     fewest = min((result.n for result in results), default=0)
-    if fewest < MIN_SEEDS:
+    if not results:
+        yield "Nothing was compared: there is one arm, or no run logged a metric of this study."
+    elif fewest < MIN_SEEDS:
         seeds = f"{fewest} paired seed{'s' * (fewest != 1)}"
         yield f"A comparison has {seeds}: with fewer than {MIN_SEEDS} nothing is claimed."
     elif fewest < CONFIRMATORY_SEEDS:

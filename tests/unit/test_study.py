@@ -160,7 +160,7 @@ def test_without_a_plan_everything_is_exploratory() -> None:
     )
     assert result.verdicts == ()
     assert result.primary.empty
-    assert set(result.secondary["metric"]) == {"reward/mean"}
+    assert set(result.secondary["metric"]) == {"reward/mean"}  # what only a plan names is not looked at
     assert result.arms == ("replace", "slice_concat")
 
 
@@ -257,6 +257,19 @@ def test_every_pair_of_arms_is_compared_on_every_secondary_metric_that_was_logge
     result = study(runs)
     assert len(result.secondary) == 3 * len(SECONDARY)
     assert set(result.secondary["standing"]) == {"screening"}
+
+
+def test_a_primary_metric_of_pairs_that_are_not_declared_is_exploratory() -> None:
+    runs = make_runs(*(one_run(arm, 0, {METRIC: 1.0}) for arm in ("replace", "slice_concat", "exact")))
+    result = study(runs, Plan(("replace", "slice_concat", "exact"), (0,), (PRIMARY,)))
+    pairs = result.secondary.loc[result.secondary["metric"] == METRIC, ["a", "b"]].to_numpy().tolist()
+    assert pairs == [["exact", "replace"], ["exact", "slice_concat"]]
+
+
+def test_one_arm_alone_has_nothing_to_compare() -> None:
+    result = study(make_runs(one_run("replace", 0, {"reward/mean": 1.0})))
+    assert result.warnings == ("Nothing was compared: there is one arm, or no run logged a metric of this study.",)
+    assert result.secondary.empty
 
 
 # Plans.
