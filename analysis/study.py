@@ -41,7 +41,7 @@ SECONDARY: tuple[Key, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class StudyResult:
-    """Everything that a report of a study prints. Tables have the columns of the functions in brackets, study_tables.py.
+    """Everything that a report of a study prints. In brackets: the function of study_tables.py that names the columns.
 
     Attributes:
         plan: None where none was given: then every result is exploratory.
