@@ -137,7 +137,7 @@ def _discover(source: str) -> Iterable[Found | Unusable]:
         try:
             return list(wandb_project(source))
         except ValueError as error:
-            raise ValueError(f"{source}: no such folder here, so taken for a W&B project. {error}") from error
+            raise ValueError(f"{source}: no such folder here, so taken for a W&B project: {error}") from error
     runs = list(run_directories(path)) or list(wandb_files(path))
     if not runs:
         raise ValueError(f"{source}: no run directory (summary.json and metrics.jsonl) and no .wandb file below it")

@@ -18,10 +18,7 @@ from analysis.load import flat
 from analysis.wandb_file import WandbFile, read_wandb_file
 
 _INTERRUPTED = 130  # exit code of a run that saved a checkpoint on Ctrl-C
-_STATES: dict[str, str] = {
-    "finished": "completed",
-    "killed": "interrupted",
-}  # a server's word -> ours; the others are the same
+_STATES = {"finished": "completed", "killed": "interrupted"}  # a server's word -> ours; the others are the same
 _TIMEOUT_S = 30
 
 
@@ -67,18 +64,19 @@ def wandb_project(path: str) -> Iterator[Found | Unusable]:
         runs = wandb.Api(timeout=_TIMEOUT_S).runs(path, lazy=False)
         yield from (_server_run(run, path) for run in runs)
     except (UsageError, AuthenticationError) as error:
-        raise ValueError(f"W&B project {path}: no valid credentials ({error}); log in with `wandb login`") from error
+        raise ValueError(f"{error}. Log in with `wandb login`; WANDB_BASE_URL names the server") from error
     except (CommError, ValueError) as error:
-        raise ValueError(f"W&B project {path}: {error}; expected entity/project that this login may read") from error
+        raise ValueError(f"{error}; expected entity/project that this login may read") from error
 
 
 def _server_run(run: Any, project: str) -> Found | Unusable:
-    config = {**run.config, "_wandb": run.rawconfig.get("_wandb") or {}}
     stamp = run.heartbeat_at or run.created_at
     written = datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
-    status: str = _STATES.get(run.state, run.state)
+    status = str(_STATES.get(run.state, run.state))
     where = f"{run.entity}/{run.project}/{run.id}"
-    return _run(where, "wandb", run.id, run.group, run.job_type, run.tags, status, config, written, _ServerRows(run))
+    return _run(
+        where, "wandb", run.id, run.group, run.job_type, run.tags, status, run.config, written, _ServerRows(run)
+    )
 
 
 class _ServerRows:
