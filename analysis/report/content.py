@@ -125,6 +125,6 @@ def _blind(evidence: Evidence) -> list[str]:
         return []
     which = "all runs" if len(decoupled) == len(modes) else f"{len(decoupled)} of {len(modes)} runs"
     return [
-        f"{which} have {_OLD_LOG_PROB}=decoupled: old and new log-probs share the replayed rows, a wrong merge cancels in "
-        "actor/ppo_kl and the PPO ratio, and gap/* and merge/* carry the comparison."
+        f"{which} have {_OLD_LOG_PROB}=decoupled: old and new log-probs share the replayed rows, a wrong merge "
+        "cancels in actor/ppo_kl and the PPO ratio, and gap/* and merge/* carry the comparison."
     ]
