@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 _PLACE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
 _OPEN = re.compile(r"<!-- table: (\S+) -->")
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """Returns a Markdown table; the first `text` columns are text, the others are numbers."""
-    lines = [titles, ["---" if place < text else "---:" for place in range(len(titles))], *rows]
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[str] = ()) -> str:
+    """Returns a Markdown table; the first column and those in `text` are text, the others are numbers."""
+    lines = [titles, ["---" if title in (titles[0], *text) else "---:" for title in titles], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 

@@ -13,8 +13,9 @@ from typing import Any, TextIO
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, and greys; marker and dash tell them apart in grey.
 _STYLES: dict[str, tuple[str, str]] = {
@@ -61,7 +62,7 @@ _DARK = {  # the same hues, as far from dark paper as the others are from white
     LEADER: "#6E6E6E",
     "#FFFFFF": "#16181B",
 }
-SPAN = 30.0
+SPAN = 20.0
 """A linear axis whose largest value is further above most of them shows nothing but that value."""
 _LABEL_PITCH_PT = 10.5
 _DECADES = 5  # shown at most; smaller values are rounding, and lie between 0 and the lowest decade
@@ -143,7 +144,7 @@ def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[
 
 
 def value_scale(axes: Axes, values: Iterable[float], threshold: float | None = None) -> None:
-    """Scales the y axis of `axes` for `values`: linear where half of them lie within a factor of SPAN of the largest,
+    """Scales the y axis of `axes` for `values`: linear where most of them lie within a factor of SPAN of the largest,
     logarithmic where they are positive and do not, and else linear around 0 and logarithmic beyond.
 
     Args:
@@ -154,7 +155,7 @@ def value_scale(axes: Axes, values: Iterable[float], threshold: float | None = N
     sizes = np.abs(array[array != 0])
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
-    if threshold is None and (not len(sizes) or sizes.max() < SPAN * np.median(sizes)):
+    if threshold is None and (not len(sizes) or sizes.max() < SPAN * np.quantile(sizes, 0.25)):
         low, high = (array.min(), array.max()) if len(array) else (0.0, 0.0)
         margin = 0.05 * ((high - low) or abs(high) or 1.0)
         axes.set_ylim(low - margin, high + margin)
@@ -162,8 +163,7 @@ def value_scale(axes: Axes, values: Iterable[float], threshold: float | None = N
     if threshold is None and array.min() > 0:
         axes.set_yscale("log")
         axes.set_ylim(sizes.min() / 1.3, sizes.max() * 1.3)
-        axes.yaxis.set_major_formatter(FuncFormatter(_decade))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _label_decades(axes.yaxis)
         return
     largest = sizes.max(initial=threshold or 0.0)
     highest = int(np.ceil(np.log10(largest)))
@@ -177,7 +177,26 @@ def value_scale(axes: Axes, values: Iterable[float], threshold: float | None = N
     axes.set_ylim(1.4 * min(array.min(initial=0.0), 0.0) - margin, 1.4 * max(array.max(initial=0.0), 0.0) + margin)
 
 
-def share_scale(axes: Axes, values: Iterable[float]) -> None:
+def log_scale(axes: Axes) -> None:
+    """Makes the x axis of `axes` logarithmic."""
+    axes.set_xscale("log")
+    _label_decades(axes.xaxis)
+
+
+def _label_decades(axis: Axis) -> None:
+    """Labels the decades of a logarithmic axis, and 2 and 5 times a decade where it has fewer than two."""
+    low, high = axis.get_view_interval()
+    whole = np.floor(np.log10(high)) - np.ceil(np.log10(low)) + 1
+    if whole >= 2:
+        axis.set_major_formatter(FuncFormatter(_decade))
+        axis.set_minor_formatter(NullFormatter())
+        return
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def share_scale(axes: Axes) -> None:
     """Scales the y axis of `axes` for shares whose distance from 1 matters: logarithmic in that distance, down to
     1e-4.
     """
@@ -189,12 +208,11 @@ def share_scale(axes: Axes, values: Iterable[float]) -> None:
             lambda height: 1.0 + nearest - 10.0**-height,
         ),
     )
-    lowest = min([share for share in values if np.isfinite(share)], default=0.0)
     ticks = [0.0, 0.5, 0.9, 0.99, 0.999, 1.0]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(min(lowest, 0.5), 1.0)
+    axes.set_ylim(0.0, 1.0)
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
 

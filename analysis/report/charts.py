@@ -202,7 +202,7 @@ def _merge_caption(_: pd.DataFrame, evidence: Evidence) -> str:
     return (
         f"Point: mean over the tokens of all {segments['run'].nunique()} runs, whatever they were trained with: "
         f"every rule is scored on the same rollouts. Bar: {LEVEL:.0%} cluster bootstrap over {unit}; none below "
-        f"{MIN_CLUSTERS} rollouts. `exact` is zero by construction."
+        f"{MIN_CLUSTERS} rollouts. exact is zero by construction."
     )
 
 

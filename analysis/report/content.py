@@ -89,7 +89,7 @@ def report(evidence: Evidence, command: str) -> Report:
         warnings=[*result.warnings, *_blind(evidence)],
         arms=arms(runs, result),
         excluded=excluded(result),
-        notes=result.notes,
+        notes=[note for note in result.notes if not note.startswith("Excluded:")] + _alike(evidence),
         shown=shown,
         left_out=left_out,
         tables=tables(runs, result),
@@ -115,6 +115,15 @@ def _draw(chart: Chart, numbers: pd.DataFrame, looks: dict, evidence: Evidence) 
         svg.text(figure),
         png.getvalue(),
     )
+
+
+def _alike(evidence: Evidence) -> list[str]:
+    """Returns that the arms differ in their strategy alone, where configurations are known and that is so."""
+    if not evidence.runs.configs or not evidence.result.differences.empty:
+        return []
+    return [
+        "Seed by seed, the arms differ in their strategy only: every other setting, version and commit is the same."
+    ]
 
 
 def _blind(evidence: Evidence) -> list[str]:

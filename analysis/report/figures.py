@@ -44,7 +44,7 @@ def curves(
     _curves(axes, frame, looks)
     values = [*frame["median"], *frame["low"], *frame["high"]]
     if share:
-        style.share_scale(axes, values)
+        style.share_scale(axes)
     else:
         style.value_scale(axes, [*values, limit[0]] if limit else values)
     if limit:
@@ -173,7 +173,7 @@ def profile(frame: pd.DataFrame, looks: Looks, title: str) -> Figure:
         axes.plot(own["tau"], own["share"], drawstyle="steps-post", linewidth=1.3, markevery=(3 * place, 25),
                   **looks[strategy])  # fmt: skip
     if frame["tau"].min() > 0 and frame["tau"].max() > style.SPAN * frame["tau"].min():
-        axes.set_xscale("log")
+        style.log_scale(axes)
     style.value_scale(axes, [0.0, 1.0])
     axes.set_xlabel(str(frame["metric"].iloc[0]))
     axes.set_ylabel("share of runs")

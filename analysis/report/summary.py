@@ -10,8 +10,8 @@ from analysis.report.tables import Table
 
 
 def blocks(report: Report, figures: str) -> dict[str, str]:
-    """Returns every block by the name of its place (`markdown.fill`): `verdict`, `warnings`, `arms`, `excluded`, `notes`,
-    `figure-<name>`, `left-out`, the names of the tables, and `commands`.
+    """Returns every block by the name of its place (`markdown.fill`): `verdict`, `warnings`, `arms`, `excluded`,
+    `notes`, `figure-<name>`, `left-out`, the names of the tables, and `commands`.
 
     Args:
         report: the report.

@@ -13,6 +13,7 @@ from analysis import style
 _ID = re.compile(r'\bid="([^"]+)"')
 _REFERENCE = re.compile(r'(?<=href="#)|(?<=url\(#)')
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_PATH = re.compile(r'(?<= d=")[^"]+')
 _DECIMALS = re.compile(r"(\.\d\d)\d+")
 _VIEW = re.compile(r'width="([\d.]+)pt" height="([\d.]+)pt" viewBox="0 0 [\d.]+ [\d.]+"')
 _HEAD = re.compile(r"^.*?(?=<svg)", re.DOTALL)
@@ -20,10 +21,10 @@ _METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 
 
 def text(figure: Figure) -> str:
-    """Returns `figure` as SVG, the same text for the same numbers, with two decimals of a point."""
+    """Returns `figure` as SVG, the same text for the same numbers, its paths with two decimals of a point."""
     buffer = io.StringIO()
     style.save(figure, buffer)
-    return _DECIMALS.sub(r"\1", buffer.getvalue())
+    return _PATH.sub(lambda path: _DECIMALS.sub(r"\1", path[0]), buffer.getvalue())
 
 
 def inline(svg: str, name: str, alternative: str, hidden: float) -> Markup:

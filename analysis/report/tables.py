@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from analysis.markdown import interval, number
 from analysis.plan import CRITERIA
 from analysis.runs import Runs
 from analysis.study import StudyResult
+
+_DECIMAL = re.compile(r"\d+\.\d+")
+_SHOWN = 6  # values of one fact
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Table:
         columns: heads.
         rows: cells.
         note: how to read it.
-        text: how many columns from the left are text; the others are numbers.
+        text: the columns that are text; the others are numbers.
         long: whether a page folds it away.
     """
 
@@ -33,7 +37,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    text: int = 1
+    text: Sequence[str] = ()
     long: bool = False
 
 
@@ -61,28 +65,29 @@ def arms(runs: Runs, result: StudyResult) -> Table:
     for arm in result.arms:
         own = result.completeness[result.completeness["strategy"] == arm]
         whole = own.loc[own["state"] == "complete", "seed"]
-        other = ", ".join(f"{row.seed} {row.state}" for row in own[own["state"] != "complete"].itertuples())
+        other = ", ".join(f"{row['seed']} {row['state']}" for row in own[own["state"] != "complete"].to_dict("records"))
         facts = runs.runs[runs.runs["strategy"] == arm]
-        rows.append([arm, _ranges(whole), str(len(whole)), other or "none", _span(facts["steps"], 0),
+        rows.append([arm, _ranges(whole), other or "none", str(len(whole)), _span(facts["steps"], 0),
                      _span(facts["seconds"] / 60, 1)])  # fmt: skip
-    columns = ["arm", "complete seeds", "n", "other seeds", "updates", "minutes a run"]
-    return Table("arms", "What was compared", columns, rows)
+    columns = ["arm", "complete seeds", "other seeds", "n", "updates", "minutes a run"]
+    return Table("arms", "What was compared", columns, rows, text=("arm", "complete seeds", "other seeds"))
 
 
 def excluded(result: StudyResult) -> Table:
     """Returns the runs that were found and not used."""
-    rows = [[str(row.run), str(row.where), str(row.reason)] for row in result.excluded.itertuples()]
-    return Table("excluded", "Runs found and not used", ["run", "where", "why"], rows, text=3)
+    rows = [[str(row["run"]), str(row["where"]), str(row["reason"])] for row in result.excluded.to_dict("records")]
+    columns = ["run", "where", "why"]
+    return Table("excluded", "Runs found and not used", columns, rows, text=columns)
 
 
 def _primary(result: StudyResult) -> Table:
     rows = [
         [
-            f"{row.a} − {row.b}", f"{row.reduce} {row.metric}", str(row.n), number(row.mean_a), number(row.mean_b),
-            interval(row.mean, row.low, row.high), number(row.d_z), number(row.p), number(row.p_holm),
-            str(row.outcome),
+            f"{row['a']} − {row['b']}", f"{row['reduce']} {row['metric']}", str(row['n']), number(row['mean_a']), number(row['mean_b']),
+            interval(row['mean'], row['low'], row['high']), number(row['d_z']), number(row['p']), number(row['p_holm']),
+            str(row['outcome']),
         ]
-        for row in result.primary.itertuples()
+        for row in result.primary.to_dict("records")
     ]  # fmt: skip
     columns = [
         "comparison",
@@ -100,7 +105,9 @@ def _primary(result: StudyResult) -> Table:
         "Declared before the runs. Difference: first minus second, mean over paired seeds, with 95 % bootstrap "
         "interval. d_z: mean / sd of the differences. p: exact sign-flip test, two-sided."
     )
-    return Table("primary", "Primary: the declared comparison", columns, rows, note, text=2)
+    return Table(
+        "primary", "Primary: the declared comparison", columns, rows, note, text=("comparison", "metric", "outcome")
+    )
 
 
 def _summary(result: StudyResult) -> Table:
@@ -114,7 +121,9 @@ def _summary(result: StudyResult) -> Table:
         "Interquartile mean over the seeds of one number per run, with 95 % bootstrap interval. Only the primary "
         "metric was declared; the others are descriptive."
     )
-    return Table("summary", "Every arm in numbers", ["metric", "better", *result.arms], rows, note, text=2)
+    return Table(
+        "summary", "Every arm in numbers", ["metric", "better", *result.arms], rows, note, text=("metric", "better")
+    )
 
 
 def _secondary(result: StudyResult) -> Table:
@@ -133,23 +142,29 @@ def _offline_pairs(result: StudyResult) -> Table:
 def _comparisons(name: str, title: str, frame: pd.DataFrame, note: str) -> Table:
     rows = [
         [
-            f"{row.reduce} {row.metric}", f"{row.a} − {row.b}", str(row.n), number(row.mean_a), number(row.mean_b),
-            interval(row.mean, row.low, row.high), number(row.d_z), number(row.p),
+            f"{row['reduce']} {row['metric']}", f"{row['a']} − {row['b']}", str(row['n']), number(row['mean_a']), number(row['mean_b']),
+            interval(row['mean'], row['low'], row['high']), number(row['d_z']), number(row['p']),
         ]
-        for row in frame.itertuples()
+        for row in frame.to_dict("records")
     ]  # fmt: skip
     columns = ["metric", "comparison", "pairs", "mean of the first", "of the second", "difference", "d_z", "p"]
-    return Table(name, title, columns, rows, note, text=2, long=True)
+    return Table(name, title, columns, rows, note, text=("metric", "comparison"), long=True)
 
 
 def _improvement(result: StudyResult) -> Table:
     rows = [
-        [f"{row.reduce} {row.metric}", f"{row.a} beats {row.b}", interval(row.probability, row.low, row.high)]
-        for row in result.improvement.itertuples()
+        [
+            f"{row['reduce']} {row['metric']}",
+            f"{row['a']} beats {row['b']}",
+            interval(row["probability"], row["low"], row["high"]),
+        ]
+        for row in result.improvement.to_dict("records")
     ]
     note = "Share of all pairs of runs in which the first is better (ties count half), with 95 % bootstrap interval."
     columns = ["metric", "comparison", "probability"]
-    return Table("improvement", "Exploratory: probability of improvement", columns, rows, note, text=2)
+    return Table(
+        "improvement", "Exploratory: probability of improvement", columns, rows, note, text=("metric", "comparison")
+    )
 
 
 def _offline(result: StudyResult) -> Table:
@@ -164,20 +179,20 @@ def _offline(result: StudyResult) -> Table:
     )
     columns = ["rule", "seeds", "mean", "smallest seed", "largest seed"]
     ordered = [row for _, row in sorted(rows, key=lambda row: row[0])]
-    return Table("offline", "Merge error, scored offline", columns, ordered, note)
+    return Table("offline", "Merge error, scored offline", columns, ordered, note, text=("rule",))
 
 
 def _collapse(result: StudyResult) -> Table:
     rows = [
         [
-            str(row.strategy),
-            str(row.runs),
-            str(row.collapsed),
-            str(row.lost),
-            number(row.restricted_mean),
-            number(row.horizon),
+            str(row["strategy"]),
+            str(row["runs"]),
+            str(row["collapsed"]),
+            str(row["lost"]),
+            number(row["restricted_mean"]),
+            number(row["horizon"]),
         ]
-        for row in result.collapse.itertuples()
+        for row in result.collapse.to_dict("records")
     ]
     rules = [
         f"{rule.name}: {rule.metric} {rule.kind.replace('_', ' ')} {rule.threshold:g} for {rule.updates} updates"
@@ -188,7 +203,7 @@ def _collapse(result: StudyResult) -> Table:
         "up to the horizon, updates. A metric that is not finite is a collapse" + "".join(f"; {each}" for each in rules)
     )
     columns = ["arm", "runs", "collapsed", "lost", "mean time", "horizon"]
-    return Table("collapse", "Collapse", columns, rows, note)
+    return Table("collapse", "Collapse", columns, rows, note, text=("arm",))
 
 
 def _collapse_tests(result: StudyResult) -> Table:
@@ -196,25 +211,27 @@ def _collapse_tests(result: StudyResult) -> Table:
     if frame.empty or frame["p"].isna().all():
         return Table("collapse_tests", "", [], [])
     rows = [
-        [f"{row.a} against {row.b}", str(row.n), number(row.p), number(row.smallest_p), str(row.note)]
-        for row in frame.itertuples()
+        [f"{row['a']} against {row['b']}", str(row["n"]), number(row["p"]), number(row["smallest_p"]), str(row["note"])]
+        for row in frame.to_dict("records")
     ]
     note = "Permutation log-rank test, labels swapped within seeds. Exploratory, p not adjusted."
     columns = ["comparison", "pairs", "p", "smallest possible p", "note"]
-    return Table("collapse_tests", "Exploratory: time to collapse", columns, rows, note)
+    return Table("collapse_tests", "Exploratory: time to collapse", columns, rows, note, text=("comparison", "note"))
 
 
 def _power(result: StudyResult) -> Table:
     declared = len(result.primary)
     frame = result.power.head(declared) if declared else result.power
     rows = [
-        [f"{row.a} − {row.b}", f"{row.reduce} {row.metric}", str(row.n), number(row.sd),
-         "none" if math.isinf(row.detectable) else number(row.detectable), str(row.statement)]
-        for row in frame.itertuples()
+        [f"{row['a']} − {row['b']}", f"{row['reduce']} {row['metric']}", str(row['n']), number(row['sd']), number(row['alpha']),
+         "none" if math.isinf(row['detectable']) else number(row['detectable'])]
+        for row in frame.to_dict("records")
     ]  # fmt: skip
-    columns = ["comparison", "metric", "pairs", "sd of the differences", "detectable", "in words"]
+    columns = ["comparison", "metric", "pairs", "sd of the differences", "alpha", "detectable"]
     note = "Detectable: the smallest true difference that this study would have found with 80 % probability."
-    return Table("power", "What this study could have seen", columns, rows, note, text=2, long=not declared)
+    note = " ".join([note, *(frame["statement"] if declared else ())])
+    return Table("power", "What this study could have seen", columns, rows, note, text=("comparison", "metric"),
+                 long=not declared)  # fmt: skip
 
 
 def _differences(result: StudyResult) -> Table:
@@ -223,8 +240,8 @@ def _differences(result: StudyResult) -> Table:
         [str(row["key"]), str(row["kind"]), *(str(row[arm]) for arm in result.arms)] for row in frame.to_dict("records")
     ]
     note = "Between runs of the same seed. What is the strategy's cannot be told from what these do."
-    return Table("differences", "What the arms differ in beside their strategy", ["key", "kind", *result.arms], rows,
-                 note, text=2 + len(result.arms))  # fmt: skip
+    columns = ["key", "kind", *result.arms]
+    return Table("differences", "What the arms differ in beside their strategy", columns, rows, note, text=columns)
 
 
 def versions(runs: Runs) -> Table:
@@ -234,14 +251,22 @@ def versions(runs: Runs) -> Table:
         for key, value in _flat(facts):
             values = seen.setdefault(key, {})
             values[value] = values.get(value, 0) + 1
-    rows = [
-        [key, next(iter(values)) if len(values) == 1 and sum(values.values()) == len(runs.versions)
-         else "; ".join(f"{value} ({count} runs)" for value, count in sorted(values.items())[:6])
-         + (f"; and {len(values) - 6} more" if len(values) > 6 else "")]
-        for key, values in seen.items()
-    ]  # fmt: skip
+    rows = [[key, _values(values, len(runs.versions))] for key, values in seen.items()]
     note = f"All {len(runs.versions)} runs, where nothing else is said."
-    return Table("versions", "Versions and machines", ["what", "value"], rows, note, text=2)
+    columns = ["what", "value"]
+    return Table("versions", "Versions and machines", columns, rows, note, text=columns)
+
+
+def _values(values: dict[str, int], runs: int) -> str:
+    """Returns the values of a fact with their numbers of runs, the value alone where all runs have it, and the range of
+    measured numbers.
+    """
+    if len(values) == 1 and sum(values.values()) == runs:
+        return next(iter(values))
+    if all(_DECIMAL.fullmatch(value) for value in values):
+        return f"{min(values, key=float)} to {max(values, key=float)}"
+    known = [f"{value} ({count} of {runs} runs)" for value, count in sorted(values.items())]
+    return "; ".join(known[:_SHOWN]) + (f"; and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
