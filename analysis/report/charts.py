@@ -26,6 +26,7 @@ AGE = "stale/age_mean"
 PARTIAL = "fully_async/partial/partial_ratio"
 PERCENTILES = tuple(f"ppo_ratio/p{q}" for q in ("0.1", "1", "5", "50", "95", "99", "99.9"))
 _LOG_PERCENTILES = tuple(key.replace("ppo_ratio/", "log_ratio_") for key in PERCENTILES)
+_CLIP = ("algorithm.clip_low", "algorithm.clip_high")
 _SPOKEN = 24  # values in a text alternative, at most
 _CHURN = "route/churn_layer/"
 
@@ -133,7 +134,8 @@ def _staleness(runs: Runs) -> pd.DataFrame | Absent:
 
 
 def _churn(runs: Runs) -> pd.DataFrame | Absent:
-    keys = sorted((key for key in runs.history if key.startswith(_CHURN)), key=lambda key: int(key[len(_CHURN) :]))
+    layers = sorted(int(str(key)[len(_CHURN) :]) for key in runs.history if str(key).startswith(_CHURN))
+    keys = [f"{_CHURN}{layer}" for layer in layers]
     if not keys or missing(runs.history, keys):
         return Absent(f"no run logged {_CHURN}<layer>: no rollout was interrupted, or the source does not have it")
     frame = curves.by_run(runs.history, keys)
@@ -208,10 +210,9 @@ def _merge_caption(_: pd.DataFrame, evidence: Evidence) -> str:
 
 def _clip(runs: Runs) -> tuple[float, float] | None:
     """Returns the log-ratios at which PPO clips, where all runs have the same."""
-    bounds = {(config.get("algorithm.clip_low"), config.get("algorithm.clip_high")) for config in runs.configs.values()}
-    if len(bounds) != 1 or None in (both := bounds.pop()):
-        return None
-    return float(np.log(1.0 - both[0])), float(np.log(1.0 + both[1]))
+    bounds = {tuple(config.get(key) for key in _CLIP) for config in runs.configs.values()}
+    low, high = bounds.pop() if len(bounds) == 1 else (None, None)
+    return None if low is None or high is None else (float(np.log(1.0 - low)), float(np.log(1.0 + high)))
 
 
 def _curve(

@@ -240,7 +240,7 @@ def _figure(
     head = TITLE + _LEGEND_ROW * legend_rows + 0.06
     total = rows * height + 0.2 * (rows - 1) + head + _BELOW
     figure = Figure(figsize=(WIDTH, total))
-    panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    panels = list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
     figure.subplots_adjust(left=0.15, right=0.985, bottom=_BELOW / total, top=1 - head / total,
                            hspace=0.2 / height)  # fmt: skip
     figure.suptitle(title, x=0.012, y=1 - 0.07 / total, ha="left", va="top", fontsize=10.5)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -65,7 +66,8 @@ def arms(runs: Runs, result: StudyResult) -> Table:
     for arm in result.arms:
         own = result.completeness[result.completeness["strategy"] == arm]
         whole = own.loc[own["state"] == "complete", "seed"]
-        other = ", ".join(f"{row['seed']} {row['state']}" for row in own[own["state"] != "complete"].to_dict("records"))
+        rest = own[own["state"] != "complete"].groupby("state")["seed"]
+        other = "; ".join(f"{_ranges(seeds)} {state}" for state, seeds in rest)
         facts = runs.runs[runs.runs["strategy"] == arm]
         rows.append([arm, _ranges(whole), other or "none", str(len(whole)), _span(facts["steps"], 0),
                      _span(facts["seconds"] / 60, 1)])  # fmt: skip
@@ -83,9 +85,9 @@ def excluded(result: StudyResult) -> Table:
 def _primary(result: StudyResult) -> Table:
     rows = [
         [
-            f"{row['a']} − {row['b']}", f"{row['reduce']} {row['metric']}", str(row['n']), number(row['mean_a']), number(row['mean_b']),
-            interval(row['mean'], row['low'], row['high']), number(row['d_z']), number(row['p']), number(row['p_holm']),
-            str(row['outcome']),
+            *_compared(row), str(row["n"]), number(row["mean_a"]), number(row["mean_b"]),
+            interval(row["mean"], row["low"], row["high"]), number(row["d_z"]), number(row["p"]), number(row["p_holm"]),
+            str(row["outcome"]),
         ]
         for row in result.primary.to_dict("records")
     ]  # fmt: skip
@@ -142,8 +144,8 @@ def _offline_pairs(result: StudyResult) -> Table:
 def _comparisons(name: str, title: str, frame: pd.DataFrame, note: str) -> Table:
     rows = [
         [
-            f"{row['reduce']} {row['metric']}", f"{row['a']} − {row['b']}", str(row['n']), number(row['mean_a']), number(row['mean_b']),
-            interval(row['mean'], row['low'], row['high']), number(row['d_z']), number(row['p']),
+            *reversed(_compared(row)), str(row["n"]), number(row["mean_a"]), number(row["mean_b"]),
+            interval(row["mean"], row["low"], row["high"]), number(row["d_z"]), number(row["p"]),
         ]
         for row in frame.to_dict("records")
     ]  # fmt: skip
@@ -223,8 +225,8 @@ def _power(result: StudyResult) -> Table:
     declared = len(result.primary)
     frame = result.power.head(declared) if declared else result.power
     rows = [
-        [f"{row['a']} − {row['b']}", f"{row['reduce']} {row['metric']}", str(row['n']), number(row['sd']), number(row['alpha']),
-         "none" if math.isinf(row['detectable']) else number(row['detectable'])]
+        [*_compared(row), str(row["n"]), number(row["sd"]), number(row["alpha"]),
+         "none" if math.isinf(row["detectable"]) else number(row["detectable"])]
         for row in frame.to_dict("records")
     ]  # fmt: skip
     columns = ["comparison", "metric", "pairs", "sd of the differences", "alpha", "detectable"]
@@ -267,6 +269,11 @@ def _values(values: dict[str, int], runs: int) -> str:
         return f"{min(values, key=float)} to {max(values, key=float)}"
     known = [f"{value} ({count} of {runs} runs)" for value, count in sorted(values.items())]
     return "; ".join(known[:_SHOWN]) + (f"; and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")
+
+
+def _compared(row: Mapping[Any, Any]) -> tuple[str, str]:
+    """Returns the arms of a comparison and its scalar."""
+    return f"{row['a']} − {row['b']}", f"{row['reduce']} {row['metric']}"
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
