@@ -17,6 +17,7 @@ import pandas as pd
 from analysis.found import Found, Unusable, run_directories
 from analysis.history import STEP, History
 from analysis.load import SEGMENT_COLUMNS
+from analysis.wandb_runs import wandb_files, wandb_project
 
 INCOMPLETE = "incomplete"
 """Status of a run that calls itself completed and has not every update that it was asked for."""
@@ -131,8 +132,13 @@ def _name(run: Found) -> str:
 def _discover(source: str) -> Iterable[Found | Unusable]:
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{source}: no such folder")
-    runs = list(run_directories(path))
+        if not _PROJECT.fullmatch(source):
+            raise ValueError(f"{source}: no such file or folder, and not the name of a W&B project (entity/project)")
+        try:
+            return list(wandb_project(source))
+        except ValueError as error:
+            raise ValueError(f"{source}: no such folder here, so taken for a W&B project: {error}") from error
+    runs = list(run_directories(path)) or list(wandb_files(path))
     if not runs:
         raise ValueError(f"{source}: no run directory (summary.json and metrics.jsonl) and no .wandb file below it")
     return runs
@@ -176,8 +182,8 @@ def _one_each(found: Sequence[Found], states: Collection[str], excluded: list[tu
                 )
                 raise ValueError(
                     f"{first.where} and {other.where} are both {_name(first)} and differ in "
-                    f"{', '.join(different[:_SHOWN])}: one experiment at a time; choose with groups, tags or strategies, "
-                    "or give the folders of one"
+                    f"{', '.join(different[:_SHOWN])}: load one experiment at a time; choose with groups, tags or "
+                    "strategies, or give its folder"
                 )
             what = "the same W&B run as" if same_run else "the same settings and seed as"
             excluded.append((_name(other), other.where, f"{what} {first.where}, which is used"))
@@ -203,10 +209,9 @@ def _history_table(read: Sequence[tuple[Found, History]]) -> pd.DataFrame:
                 values[index, first:last] = column
     table = pd.DataFrame(values.T, columns=keys, copy=False)
     names = [_name(run) for run, _ in read]
-    strategies = list(dict.fromkeys(run.strategy for run, _ in read))
-    strategy = np.repeat([strategies.index(run.strategy) for run, _ in read], lengths)
-    table.insert(0, "run", pd.Categorical.from_codes(np.repeat(np.arange(len(read)), lengths), categories=names))
-    table.insert(1, "strategy", pd.Categorical.from_codes(strategy, categories=strategies))
+    arms = [run.strategy for run, _ in read]
+    table.insert(0, "run", pd.Categorical(np.repeat(names, lengths), categories=names))
+    table.insert(1, "strategy", pd.Categorical(np.repeat(arms, lengths), categories=list(dict.fromkeys(arms))))
     table.insert(2, "seed", np.repeat([run.seed for run, _ in read], lengths))
     table.insert(3, STEP, np.concatenate([history.steps for _, history in read]))
     return table
