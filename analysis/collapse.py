@@ -36,16 +36,20 @@ def collapse_times(runs: Runs, criteria: Sequence[Criterion]) -> pd.DataFrame:
     finite (one more than the last update where the run failed for that); for a run that did not collapse it is the
     last update, where the run is right-censored: at its planned end, or where it was lost.
     """
-    keys = [key for key in runs.history if key not in ("run", "strategy", "seed", "step")]
-    curves = {str(run): own for run, own in runs.history.groupby("run", observed=True, sort=False)}
+    infinite = np.zeros(len(runs.history), dtype=bool)
+    for key in runs.history.columns.difference(["run", "strategy", "seed", "step"]):
+        infinite |= np.isinf(runs.history[key].to_numpy(np.float64))
+    read = runs.history.columns.intersection(["run", "step", *(criterion.metric for criterion in criteria)])
+    table = runs.history[read].assign(infinite=infinite)
+    curves = {str(run): own for run, own in table.groupby("run", observed=True, sort=False)}
     rows = []
     for run, facts in runs.runs.iterrows():
-        found = _collapse(curves[str(run)], keys, criteria) if str(run) in curves else None
+        found = _collapse(curves[str(run)], criteria) if str(run) in curves else None
         error = facts.get("error")
         if found is None and facts["status"] == "failed" and isinstance(error, str) and _NOT_FINITE.search(error):
             found = float(facts["steps"]) + 1, NOT_FINITE
         time, reason = found or (float(facts["steps"]), _censored(facts))
-        planned = float(facts.get("planned", math.nan))
+        planned = math.nan if pd.isna(facts["planned"]) else float(facts["planned"])
         rows.append((run, facts["strategy"], facts["seed"], time, found is not None, planned, reason))
     return pd.DataFrame(rows, columns=["run", "strategy", "seed", "time", "collapsed", "planned", "reason"])
 
@@ -54,12 +58,11 @@ def _censored(facts: pd.Series) -> str:
     return "planned end" if facts["status"] == "completed" else str(facts["status"])
 
 
-def _collapse(curve: pd.DataFrame, keys: Sequence[str], criteria: Sequence[Criterion]) -> tuple[float, str] | None:
+def _collapse(curve: pd.DataFrame, criteria: Sequence[Criterion]) -> tuple[float, str] | None:
     """Returns the earliest collapse of a run, and the criterion; None where it met none."""
     found = []
-    infinite = np.isinf(curve[list(keys)].to_numpy(np.float64)).any(axis=1)
-    if infinite.any():
-        found.append((float(curve["step"].to_numpy()[infinite][0]), NOT_FINITE))
+    if curve["infinite"].any():
+        found.append((float(curve.loc[curve["infinite"], "step"].iloc[0]), NOT_FINITE))
     for criterion in criteria:
         if criterion.metric in curve:
             logged = curve.loc[curve[criterion.metric].notna()]
@@ -122,13 +125,15 @@ def collapse_table(times: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per arm: `strategy`, `runs`, `collapsed`, `lost` (censored before the planned end),
     `restricted_mean` (mean time without collapse up to `horizon`) and `horizon`, updates.
 
-    The horizon is the same for all arms: the shortest of their longest times, up to which every curve is known.
+    The horizon is the same for all arms, and every curve is known up to it: it is the shortest of the longest times of
+    the arms whose last run was censored (after its last collapse a curve is known to be 0).
     """
     columns = ["strategy", "runs", "collapsed", "lost", "restricted_mean", "horizon"]
     if times.empty:
         return pd.DataFrame(columns=columns)
     arms = times.groupby("strategy", sort=False, observed=True)
-    horizon = float(arms["time"].max().min())
+    longest = [own["time"].max() for _, own in arms if not own.loc[own["time"] == own["time"].max(), "collapsed"].all()]
+    horizon = float(min(longest, default=times["time"].max()))
     rows = []
     for strategy, own in arms:
         lost = int((~own["collapsed"] & ((own["reason"] != "planned end") | (own["time"] < own["planned"]))).sum())

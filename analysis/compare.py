@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,7 @@ LEVEL = 0.95
 RESAMPLES = 50_000
 """rliable's suggestion."""
 _ENUMERATED = 20
-"""Up to this many pairs all 2^n sign patterns are enumerated; beyond it 2^_ENUMERATED random ones are drawn."""
+"""Up to this many pairs all 2^n sign patterns are enumerated; beyond it as many random ones are drawn."""
 
 Standing = Literal["too few seeds", "screening", "confirmatory"]
 
@@ -101,16 +101,19 @@ def standing(n: int) -> Standing:
 def paired(scalars: pd.DataFrame, a: str, b: str, floor: float = math.nan) -> PairedDifference:
     """Returns `a` minus `b` over the seeds of `scalars` for which both arms have exactly one run and a finite value."""
     metric, reduce = (str(scalars[column].iloc[0]) if len(scalars) else "" for column in ("metric", "reduce"))
-    arms = {arm: scalars[scalars["strategy"] == arm] for arm in (a, b)}
+    cells: dict[int, dict[str, list[_Cell]]] = {}
+    columns = (scalars[name] for name in ("strategy", "seed", "run", "value", "reason"))
+    for strategy, seed, run, value, reason in zip(*columns, strict=True):
+        if strategy in (a, b):
+            cells.setdefault(int(seed), {a: [], b: []})[strategy].append(_Cell(str(run), float(value), reason))
     seeds, left_out, values = [], [], []
-    for seed in sorted({int(seed) for own in arms.values() for seed in own["seed"]}):
-        found = {arm: own[own["seed"] == seed] for arm, own in arms.items()}
+    for seed, found in sorted(cells.items()):
         problems = [problem for arm, own in found.items() if (problem := _not_one(own, arm))]
         if problems:
             left_out.append(f"seed {seed}: {'; '.join(problems)}")
             continue
         seeds.append(seed)
-        values.append([float(found[arm]["value"].iloc[0]) for arm in (a, b)])
+        values.append([found[arm][0].value for arm in (a, b)])
     both = np.array(values, dtype=np.float64).reshape(-1, 2)  # [n, 2]
     differences = both[:, 0] - both[:, 1]
     n = len(seeds)
@@ -137,12 +140,18 @@ def paired(scalars: pd.DataFrame, a: str, b: str, floor: float = math.nan) -> Pa
     )
 
 
-def _not_one(own: pd.DataFrame, arm: str) -> str:
-    if own.empty:
+class _Cell(NamedTuple):
+    run: str
+    value: float
+    reason: str
+
+
+def _not_one(own: Sequence[_Cell], arm: str) -> str:
+    if not own:
         return f"no run of {arm}"
     if len(own) > 1:
-        return f"{len(own)} runs of {arm} ({', '.join(map(str, own['run']))}); give one"
-    return f"{arm} {own['reason'].iloc[0]}" if own["reason"].iloc[0] else ""
+        return f"{len(own)} runs of {arm} ({', '.join(cell.run for cell in own)}); give one"
+    return f"{arm} {own[0].reason}" if own[0].reason else ""
 
 
 def sign_flip(differences: Float) -> float:
@@ -152,12 +161,11 @@ def sign_flip(differences: Float) -> float:
     A zero difference stays zero under both signs, and patterns that tie with the observed one count. Above
     _ENUMERATED pairs the patterns are drawn, the observed one among them.
     """
-    n = len(differences)
     result = stats.permutation_test(
         (differences,),
         lambda x, axis: np.mean(x, axis=axis),
         permutation_type="samples",
-        n_resamples=np.inf if n <= _ENUMERATED else 2**_ENUMERATED - 1,
+        n_resamples=2**_ENUMERATED,
         batch=2**14,
         rng=np.random.default_rng(0),
     )
@@ -169,7 +177,7 @@ def smallest_p(n: int) -> float:
     return min(1.0, 2.0 ** (1 - n))
 
 
-def tests_borne(n: int, alpha: float) -> int:
+def bearable_tests(n: int, alpha: float) -> int:
     """Returns how many tests on `n` pairs Holm can bear: the largest m with 2^(1-n) <= alpha / m. In a larger family
     nothing can be rejected.
     """
@@ -208,7 +216,7 @@ def _bootstrap(samples: tuple[Float, ...], statistic: Callable[..., Float]) -> t
         confidence_level=LEVEL,
         method="percentile",
         vectorized=True,
-        batch=1000,
+        batch=max(1, 2**20 // math.prod(map(len, samples))),
         rng=np.random.default_rng(0),
     ).confidence_interval
     return float(found.low), float(found.high)

@@ -136,7 +136,7 @@ def _comparisons(entry: Any, where: str, arms: tuple[str, ...]) -> list[Comparis
 def _criterion(name: str, entry: Any) -> Criterion:
     where = f"`collapse.{name}`"
     node = _mapping(entry, where, required={"updates"}, optional={"metric", *_KINDS})
-    kinds = [kind for kind in _KINDS if kind in node]
+    kinds: list[Kind] = [kind for kind in _KINDS if kind in node]
     if len(kinds) != 1:
         raise ValueError(f"{where}: expected exactly one of {', '.join(_KINDS)}, got {', '.join(kinds) or 'none'}")
     metric = node.get("metric", _METRIC_OF_CRITERION.get(name))

@@ -80,7 +80,7 @@ def scalars(runs: Runs, metric: str, reduce: str) -> pd.DataFrame:
 
 def unusable(facts: pd.Series) -> str:
     """Returns why the run of this row of `Runs.runs` has no whole curve; empty where it has."""
-    done, planned = facts["steps"], facts.get("planned", math.nan)
+    done, planned = facts["steps"], facts["planned"]
     of = "" if pd.isna(planned) else f" of {planned:.0f}"
     if facts["status"] != "completed":
         return f"{facts['status']} after {done:.0f}{of} updates"
@@ -118,7 +118,7 @@ def direction(metric: str, reduce: str) -> Direction:
     A spread over the updates is better low where the metric itself is, and for `actor/ppo_kl`.
     """
     base = metric.split("_by_")[0]
-    found: Direction = next((end for pattern, end in _DIRECTIONS if re.search(pattern, base)), "none")
+    ends = [end for pattern, end in _DIRECTIONS if re.search(pattern, base)]
     if reduce == "sd":
-        return "lower" if found == "lower" or base.endswith("/ppo_kl") else "none"
-    return found
+        return "lower" if ends[:1] == ["lower"] or base.endswith("/ppo_kl") else "none"
+    return ends[0] if ends else "none"

@@ -41,9 +41,7 @@ SECONDARY: tuple[Key, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class StudyResult:
-    """Everything that a report of a study prints.
-
-    Tables without a docstring here have the columns of the function of study_tables.py named in brackets.
+    """Everything that a report of a study prints. In brackets: the function of study_tables.py that names the columns.
 
     Attributes:
         plan: None where none was given: then every result is exploratory.
@@ -57,7 +55,8 @@ class StudyResult:
         per_run: `scalars` of every metric below, one row per run and scalar.
         summary: arms, one by one (`summary`).
         primary: the declared comparisons (`comparisons`), with `p_holm` and `outcome`.
-        secondary: SECONDARY for every pair of arms (`comparisons`); exploratory, p not adjusted.
+        secondary: the same metrics and SECONDARY for every pair of arms that is not declared (`comparisons`);
+            exploratory, p not adjusted.
         improvement, profiles: of the primary metrics (`improvement`, `profiles`).
         offline, offline_pairs: merge rules on the same rollouts (`offline`, `comparisons`); exploratory.
         collapse_times, survival, collapse: tables of collapse.py.
@@ -113,7 +112,9 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     values = {key: scalars(runs, *key) for key in (*primary, *secondary)}
     floors = {metric: tables.noise_floor(runs, metric) for metric, _ in values}
     declared = [paired(values[c.metric, c.reduce], c.a, c.b, floors[c.metric]) for c in plan.primary] if plan else []
-    explored = [paired(values[key], a, b, floors[key[0]]) for key in secondary for a, b in pairs]
+    known = {(result.metric, result.reduce, frozenset((result.a, result.b))) for result in declared}
+    fresh = [(key, pair) for key in values for pair in pairs if (*key, frozenset(pair)) not in known]
+    explored = [paired(values[key], *pair, floors[key[0]]) for key, pair in fresh]
     alpha = plan.alpha if plan else ALPHA
     confounds = [list(differences(runs, (result.a, result.b))["key"]) for result in declared]
     decided = verdicts(declared, confounds, alpha)
@@ -139,7 +140,7 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
         improvement=tables.improvement(primary or secondary[:1], values, pairs),
         profiles=tables.profiles(primary or secondary[:1], values),
         offline=offline,
-        offline_pairs=tables.comparisons(tables.offline_pairs(offline)),
+        offline_pairs=tables.comparisons(tables.offline_pairs(offline, arms)),
         collapse_times=times,
         survival=collapse.survival(times),
         collapse=collapse.collapse_table(times),
@@ -171,10 +172,13 @@ def _warnings(
     planned = completeness[completeness["state"] != "not planned"]
     states = planned["state"].value_counts()
     if set(states.index) != {"complete"}:
-        cells = [f"{c.strategy} seed {c.seed} ({c.state})" for c in planned.itertuples() if c.state != "complete"]
-        yield f"{states.get('complete', 0)} of {len(planned)} planned runs are complete; not: {', '.join(cells)}."
+        rest = planned[planned["state"] != "complete"].groupby(["strategy", "state"], sort=False)["seed"]
+        cells = [f"{arm} seed {', '.join(map(str, seeds))} ({state})" for (arm, state), seeds in rest]
+        yield f"{states.get('complete', 0)} of {len(planned)} planned runs are complete; not: {'; '.join(cells)}."
     fewest = min((result.n for result in results), default=0)
-    if fewest < MIN_SEEDS:
+    if not results:
+        yield "Nothing was compared: there is one arm, or no run logged a metric of this study."
+    elif fewest < MIN_SEEDS:
         seeds = f"{fewest} paired seed{'s' * (fewest != 1)}"
         yield f"A comparison has {seeds}: with fewer than {MIN_SEEDS} nothing is claimed."
     elif fewest < CONFIRMATORY_SEEDS:
@@ -196,14 +200,14 @@ def _notes(
 ) -> Iterator[str]:
     """Yields what was left out, and how numbers were made."""
     for _, row in runs.excluded.iterrows():
-        yield f"Excluded: {row['run']} ({row['where']}): {row['reason']}."
+        yield f"Excluded: {row['run'] or 'a run'} ({row['where']}): {row['reason']}."
     for (metric, reduce), frame in values.items():
         unfit = frame[(frame["reason"] != "") & ~frame["run"].isin(_incomplete(runs))]
         for run, reason in zip(unfit["run"], unfit["reason"], strict=True):
             yield f"{run} has no {reduce} {metric}: {reason}."
-        logged = frame.loc[frame["reason"] == "", "updates"]
-        if len(logged) and logged.min() < logged.max():
-            updates = f"{logged.min()} to {logged.max()} updates of a run"
+        logged = frame.loc[frame["reason"] == ""].set_index("run")["updates"]
+        if (logged < runs.runs["steps"].reindex(logged.index)).any():
+            updates = f"{logged.min()} to {logged.max()} of {runs.runs['steps'].max()} updates of a run"
             yield f"{metric} was logged by {updates}: its {reduce} is over these."
     if all(floor != floor for floor in floors.values()):
         yield f"No noise floor was measured ({tables.FLOOR}): a difference is compared with none."

@@ -37,8 +37,9 @@ _OFFLINE = re.compile(r"^merge/([^/]+)/abs$")
 
 def completeness(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> pd.DataFrame:
     """Returns the grid of arms and seeds, and the runs beside it: `strategy`, `seed`, `state` (`complete`,
-    `incomplete`, `missing`, `repeated`, `not planned`), `runs`, `note`.
+    `incomplete`, `repeated`, `excluded`, `missing`, `not planned`), `runs`, `note`.
     """
+    excluded = runs.excluded.groupby("run")["reason"].agg("; ".join)
     by_cell: dict[tuple[str, int], list[str]] = {cell: [] for cell in itertools.product(arms, seeds)}
     planned = set(by_cell)
     for run, facts in runs.runs.iterrows():
@@ -46,6 +47,9 @@ def completeness(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> pd.Da
     rows = []
     for (strategy, seed), names in by_cell.items():
         notes = [reason for name in names if (reason := unusable(runs.runs.loc[name]))]
+        reason = excluded.get(f"{strategy}-s{seed}")  # the name that load_runs would give
+        if not names and reason:
+            notes.append(str(reason))
         state = _state(names, notes) if (strategy, seed) in planned else "not planned"
         rows.append((strategy, seed, state, ", ".join(names), "; ".join(notes)))
     return pd.DataFrame(rows, columns=["strategy", "seed", "state", "runs", "note"])
@@ -53,7 +57,7 @@ def completeness(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> pd.Da
 
 def _state(names: Sequence[str], notes: Sequence[str]) -> str:
     if not names:
-        return "missing"
+        return "excluded" if notes else "missing"
     return "repeated" if len(names) > 1 else "incomplete" if notes else "complete"
 
 
@@ -139,9 +143,10 @@ def offline(runs: Runs) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
 
 
-def offline_pairs(offline: pd.DataFrame) -> list[PairedDifference]:
-    """Returns every rule of `offline` against every other."""
-    rules = list(dict.fromkeys(offline["strategy"]))
+def offline_pairs(offline: pd.DataFrame, arms: Sequence[str]) -> list[PairedDifference]:
+    """Returns every rule of `offline` against every other, in the order of `arms`, rules that are none of them last."""
+    scored = list(dict.fromkeys(offline["strategy"]))
+    rules = [*(arm for arm in arms if arm in scored), *(rule for rule in scored if rule not in arms)]
     return [paired(offline, b, a) for a, b in itertools.combinations(rules, 2)]
 
 

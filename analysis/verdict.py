@@ -15,9 +15,9 @@ from analysis.compare import (
     MIN_SEEDS,
     NARROW_BELOW,
     PairedDifference,
+    bearable_tests,
     holm,
     interval_coverage,
-    tests_borne,
 )
 from analysis.markdown import number
 from analysis.power import statement
@@ -58,7 +58,7 @@ def verdicts(results: Sequence[PairedDifference], confounds: Sequence[Sequence[s
 def family_warning(results: Sequence[PairedDifference], alpha: float) -> str:
     """Returns that the declared family is larger than its seeds bear, to be read before any result; empty if not."""
     most, family = max((result.n for result in results), default=0), len(results)
-    borne = tests_borne(most, alpha) if most >= MIN_SEEDS else 0
+    borne = bearable_tests(most, alpha) if most >= MIN_SEEDS else 0
     if borne >= family:
         return ""
     tests = f"{borne or 'no'} test{'s' * (borne != 1)}"

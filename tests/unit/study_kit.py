@@ -33,7 +33,7 @@ def one_run(
 ) -> dict[str, Any]:
     """Returns a run for `make_runs`; a curve given as a number is constant, NaN in it is an update that did not log."""
     return {
-        "name": name or f"{strategy}/seed{seed}",
+        "name": name or f"{strategy}-s{seed}",
         "curves": {key: np.broadcast_to(np.asarray(curve, dtype=np.float64), steps) for key, curve in curves.items()},
         "steps": steps,
         "config": {"strategy._target_": strategy, "seed": seed, "trainer.learning_rate": 1e-4, **(config or {})},
@@ -69,7 +69,11 @@ def make_runs(*runs: Mapping[str, Any], excluded: Sequence[tuple[str, str, str]]
     history["run"] = pd.Categorical(history["run"], categories=names)
     return Runs(
         history=history.sort_values(["run", "step"], ignore_index=True),
-        runs=pd.DataFrame([run["facts"] for run in runs], index=pd.Index([r["name"] for r in runs], name="run")),
+        runs=pd.DataFrame(
+            [run["facts"] for run in runs],
+            index=pd.Index([run["name"] for run in runs], name="run"),
+            columns=None if runs else ["strategy", "seed", "status", "steps", "planned"],
+        ).astype({"planned": "Int64"}),
         configs={run["name"]: dict(run["config"]) for run in runs},
         versions={run["name"]: dict(run["versions"]) for run in runs},
         segments=pd.DataFrame(),
