@@ -6,12 +6,15 @@ import argparse
 import sys
 
 from analysis import merge_error
+from analysis.report import command as report
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 unusable input, said on stderr."""
     parser = argparse.ArgumentParser(prog="python -m analysis", description=__doc__)
-    merge_error.add_command(parser.add_subparsers(required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    report.add_command(commands)
+    merge_error.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -73,7 +73,7 @@ def read_run(folder: Path) -> Run:
     path = folder / "merge_errors.jsonl"
     if not path.is_file():
         raise ValueError(f"{path}: missing; run with shadow.every=1 'shadow.strategies=[replace,slice_concat]'")
-    rows = list(_segment_rows(path))
+    rows = list(segment_rows(path))
     missing = [key for key in ("status", "metrics", "decision", "steps", "strategy") if key not in summary]
     if missing:
         raise ValueError(
@@ -84,7 +84,12 @@ def read_run(folder: Path) -> Run:
     return Run(folder, config, summary, pd.DataFrame(rows, columns=list(SEGMENT_COLUMNS)))
 
 
-def _segment_rows(path: Path) -> Iterator[tuple[Any, ...]]:
+def segment_rows(path: Path) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows of `merge_errors.jsonl`, values in the order of SEGMENT_COLUMNS.
+
+    Raises:
+        ValueError: a line is not of one segment; the message names file and line.
+    """
     for number, text in enumerate(_text(path).splitlines(), start=1):
         line = _json(path, text, number)
         try:
@@ -114,17 +119,18 @@ def _config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected the composed configuration of a run, got {type(tree).__name__}")
-    config = dict(_flat(tree))
+    config = dict(flat(tree))
     missing = [key for key in ("seed", "trainer.learning_rate", "schedule.pause_mode") if key not in config]
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}: not the configuration of a run of this project")
     return config
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a nested configuration: `trainer.learning_rate`, 1e-4. An empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 _PLACE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
 _OPEN = re.compile(r"<!-- table: (\S+) -->")
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table; the first column is text, the others are numbers."""
-    lines = [titles, ["---", *("---:" for _ in titles[1:])], *rows]
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[str] = ()) -> str:
+    """Returns a Markdown table; the first column and those in `text` are text, the others are numbers."""
+    lines = [titles, ["---" if title in (titles[0], *text) else "---:" for title in titles], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -31,6 +32,30 @@ def interval(mean: float | None, low: float | None, high: float | None) -> str:
     """Returns `mean [low, high]`; the mean alone where there is no interval, or where nothing varies."""
     known = low is not None and high is not None and low == low and high == high and low < high
     return f"{number(mean)} [{number(low)}, {number(high)}]" if known else number(mean)
+
+
+def read(path: Path) -> str:
+    """Returns the document to fill.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); expected the document to fill") from error
+
+
+def filled(path: Path, document: str, tables: Mapping[str, str]) -> str:
+    """Returns `fill(document, tables)` of the document in `path`.
+
+    Raises:
+        ValueError: as `fill`, with the path.
+    """
+    try:
+        return fill(document, tables)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def fill(document: str, tables: Mapping[str, str]) -> str:

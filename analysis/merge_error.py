@@ -55,14 +55,14 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: a run directory or the document cannot be used.
     """
-    document = _document(arguments.write) if arguments.write else None
+    document = markdown.read(arguments.write) if arguments.write else None
     study = Study.of([read_run(folder) for folder in arguments.runs])
     results = {section: section.numbers(study) for section in SECTIONS}
     tables = {
         section.name: f"*Not measured: {result.reason}.*" if isinstance(result, Absent) else section.text(result)
         for section, result in results.items()
     }
-    filled = None if document is None else _filled(arguments.write, document, tables)
+    filled = None if document is None else markdown.filled(arguments.write, document, tables)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with style.settings():
         for section, result in results.items():
@@ -86,20 +86,6 @@ def _write(section: Section, result: pd.DataFrame | Absent, out: Path) -> None:
     result.to_csv(csv, index=False, lineterminator="\n")
     if section.draw is not None:
         style.save(section.draw(result), svg)
-
-
-def _document(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); expected the document to fill") from error
-
-
-def _filled(path: Path, document: str, tables: dict[str, str]) -> str:
-    try:
-        return markdown.fill(document, tables)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _ranking_text(frame: pd.DataFrame) -> str:

@@ -42,8 +42,8 @@ def ranking(frame: pd.DataFrame) -> Figure:
 def by_segment(frame: pd.DataFrame) -> Figure:
     """Returns the merge error in the first, middle and last segment of interrupted rollouts, and in the others."""
     figure, axes = _panel("Merge error by segment of the rollout", "segment (only: rollouts that were not interrupted)")
-    present = _present(frame)
-    _categories(axes, frame, present, joined=[name for name in present if name != "only"])
+    present = present_buckets(frame)
+    style.label_ends(axes, categories(axes, frame, present, joined=[name for name in present if name != "only"]))
     return figure
 
 
@@ -52,14 +52,14 @@ def by_span(frame: pd.DataFrame) -> Figure:
     figure, axes = _panel(
         "Merge error of interrupted rollouts by version span", "weight versions from the oldest to the newest segment"
     )
-    _categories(axes, frame, _present(frame), joined=_present(frame))
+    style.label_ends(axes, categories(axes, frame, present_buckets(frame), joined=present_buckets(frame)))
     return figure
 
 
 def by_lag(frame: pd.DataFrame) -> Figure:
     """Returns the merge error against the version lag of the segment."""
     figure, axes = _panel("Merge error by version lag", "trainer version at the update minus the segment's version")
-    _categories(axes, frame, _present(frame), joined=_present(frame))
+    style.label_ends(axes, categories(axes, frame, present_buckets(frame), joined=present_buckets(frame)))
     return figure
 
 
@@ -68,15 +68,15 @@ def by_slots(frame: pd.DataFrame) -> Figure:
     figure, axes = _panel(
         "Merge error by how many routes the merge changed", "expert slots that differ from the exact rows"
     )
-    _categories(axes, frame, _present(frame), joined=_present(frame))
+    style.label_ends(axes, categories(axes, frame, present_buckets(frame), joined=present_buckets(frame)))
     return figure
 
 
 def by_boundary(frame: pd.DataFrame) -> Figure:
     """Returns the merge error before and after a resume boundary."""
     figure, axes = _panel("Merge error around a resume boundary", "tokens from the nearest resume boundary")
-    present = _present(frame)
-    _categories(axes, frame, present, joined=present)
+    present = present_buckets(frame)
+    style.label_ends(axes, categories(axes, frame, present, joined=present))
     after = [label for label in list(BOUNDARIES.values())[3:] if label in present]
     if after and present.index(after[0]) > 0:
         x = present.index(after[0]) - 0.5
@@ -129,8 +129,14 @@ def _panel(title: str, label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _categories(axes: Axes, frame: pd.DataFrame, present: list[str], joined: list[str]) -> None:
-    """Draws one line per strategy over the categories `present`, side by side, broken where a category has no data."""
+def categories(
+    axes: Axes, frame: pd.DataFrame, present: list[str], joined: list[str]
+) -> list[tuple[str, float, float]]:
+    """Draws one line per strategy over the categories `present`, side by side, broken where a category has no data.
+
+    Returns:
+        The ends of the lines, for `style.label_ends`.
+    """
     axes.set_xticks(range(len(present)), present)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.5, len(present) - 0.5)
@@ -147,8 +153,9 @@ def _categories(axes: Axes, frame: pd.DataFrame, present: list[str], joined: lis
             axes.vlines(x, own["low"], own["high"], color=look["color"], linewidth=1.1)
         last = int(np.flatnonzero(np.isfinite(y))[-1])
         ends.append((strategy, x[last], y[last]))
-    style.label_ends(axes, ends)
+    return ends
 
 
-def _present(frame: pd.DataFrame) -> list[str]:
+def present_buckets(frame: pd.DataFrame) -> list[str]:
+    """Returns the buckets that have data, in their order."""
     return [name for name in frame["bucket"].cat.categories if (frame["bucket"] == name).any()]

@@ -20,8 +20,7 @@ LEARNING_RATE = "trainer.learning_rate"
 PAUSE_MODE = "schedule.pause_mode"
 RESUME_ROWS = "engine.resume_rows"
 
-# Runs that differ in these only are repetitions of one experiment.
-_REPETITION = (
+REPETITION = (
     "seed",
     "experiment_name",
     "tracking",
@@ -32,7 +31,10 @@ _REPETITION = (
     "shadow",
     "task.warm_start.cache_dir",
 )
+"""Keys, and groups of keys, in which repetitions of one experiment may differ."""
 
+ROLLOUT = ("run", "rollout")
+"""Columns that tell the rollouts of several runs apart."""
 PARTS = ("first", "middle", "last", "only")
 LAGS = ("0", "1", "2", "3-4", "5+")
 _LAG_EDGES = (0, 1, 2, 3, 5)
@@ -123,11 +125,20 @@ def ranking(study: Study) -> pd.DataFrame:
 
 
 def by_segment(study: Study) -> pd.DataFrame | Absent:
-    """Returns the mean |merge error| by `strategy` and `bucket` (PARTS), with interval."""
-    segments = _segments(study.main)
+    """Returns the mean |merge error| by `strategy` and `bucket` (PARTS), with interval over rollouts."""
+    return part_errors(_segments(study.main))
+
+
+def part_errors(segments: pd.DataFrame, cluster: Sequence[str] = ROLLOUT) -> pd.DataFrame | Absent:
+    """Returns the mean |merge error| by `strategy` and `bucket` (PARTS), with interval over clusters.
+
+    Args:
+        segments: segments of runs (analysis/load.py), `run` and the columns of `cluster`.
+        cluster: the columns that make a cluster.
+    """
     if set(segments["part"]) == {"only"}:
         return Absent("no rollout was interrupted: every one has a single segment")
-    return _by_bucket(segments, segments["part"], PARTS)
+    return _by_bucket(segments, segments["part"], PARTS, cluster)
 
 
 def by_span(study: Study) -> pd.DataFrame | Absent:
@@ -147,15 +158,21 @@ def by_span(study: Study) -> pd.DataFrame | Absent:
 
 def by_lag(study: Study) -> pd.DataFrame | Absent:
     """Returns the mean |merge error| by `strategy` and `bucket` (LAGS) of the segment's mean version lag, with
-    interval.
+    interval over rollouts.
+    """
+    return lag_errors(_segments(study.main))
+
+
+def lag_errors(segments: pd.DataFrame, cluster: Sequence[str] = ROLLOUT) -> pd.DataFrame | Absent:
+    """Returns the mean |merge error| by `strategy` and `bucket` (LAGS) of the segment's mean version lag, with interval
+    over clusters (as `part_errors`).
 
     A segment whose tokens have several versions is in the bucket of their mean, rounded.
     """
-    segments = _segments(study.main)
     segments = segments[segments["lag"].notna()]
     if segments.empty:
         return Absent("no segment has a known version lag")
-    return _by_bucket(segments, _version_bucket(segments["lag"]), LAGS)
+    return _by_bucket(segments, _version_bucket(segments["lag"]), LAGS, cluster)
 
 
 def by_slots(study: Study) -> pd.DataFrame | Absent:
@@ -261,9 +278,11 @@ def _segments(several: Sequence[Run]) -> pd.DataFrame:
     return pd.concat([run.segments.assign(run=index) for index, run in enumerate(several)], ignore_index=True)
 
 
-def _by_bucket(segments: pd.DataFrame, bucket: Any, labels: Sequence[str]) -> pd.DataFrame:
+def _by_bucket(
+    segments: pd.DataFrame, bucket: Any, labels: Sequence[str], cluster: Sequence[str] = ROLLOUT
+) -> pd.DataFrame:
     segments = segments.assign(bucket=pd.Categorical(bucket, categories=list(labels), ordered=True))
-    return clustered_means(segments, by=("strategy", "bucket"), cluster=("run", "rollout"))
+    return clustered_means(segments, by=("strategy", "bucket"), cluster=cluster)
 
 
 def _version_bucket(versions: pd.Series) -> NDArray[np.str_]:
@@ -275,11 +294,13 @@ def _differences(reference: Run, other: Run) -> set[str]:
     """Returns the keys in which two runs differ, repetitions aside."""
     first, second = ({**run.config, RESUME_ROWS: _resume_rows(run)} for run in (reference, other))
     return {
-        key
-        for key in first.keys() | second.keys()
-        if first.get(key) != second.get(key)
-        and not any(key == name or key.startswith(f"{name}.") for name in _REPETITION)
+        key for key in first.keys() | second.keys() if first.get(key) != second.get(key) and not within(key, REPETITION)
     }
+
+
+def within(key: str, names: Sequence[str]) -> bool:
+    """Returns whether a flat configuration key is one of `names` or below one."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _resume_rows(run: Run) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, and two greys; the marker tells them apart in grey.
+# Okabe and Ito's colours, which colour-blind readers tell apart, and greys; marker and dash tell them apart in grey.
 _STYLES: dict[str, tuple[str, str]] = {
     "replace": ("#D55E00", "o"),
     "slice_concat": ("#0072B2", "s"),
@@ -27,12 +28,42 @@ _STYLES: dict[str, tuple[str, str]] = {
     "mask_stale": ("#56B4E9", "P"),
     "gated": ("#7F7F7F", "h"),
     "shuffled": ("#3D3D3D", "*"),
-    "exact": ("#000000", "d"),
+    "exact": ("#949494", "d"),
 }
 _OTHER = ("#7F7F7F", "p")
+_DASHES: dict[str, Any] = {
+    "slice_concat": (0, (5, 1.5)),
+    "naive_concat": (0, (1.2, 1.2)),
+    "live": (0, (7, 1.5, 1.2, 1.5)),
+    "recompute": (0, (4, 1.5, 1.2, 1.5, 1.2, 1.5)),
+    "last_segment": (0, (2.5, 2.5)),
+    "mask_stale": (0, (9, 2)),
+    "gated": (0, (3, 1, 1, 1)),
+    "shuffled": (0, (1, 2.5)),
+    "exact": (0, (6, 1.2, 2.5, 1.2)),
+}
 _MARKER_SIZES = {"X": 6.5, "P": 6.5, "*": 9.0}
 INK = "#222222"
 FAINT = "#DDDDDD"
+LEADER = "#AAAAAA"
+_DARK = {  # the same hues, as far from dark paper as the others are from white
+    "#D55E00": "#F08A3C",
+    "#0072B2": "#4FA8E8",
+    "#000000": "#F5F5F5",
+    "#009E73": "#2CC498",
+    "#CC79A7": "#E59BC5",
+    "#E69F00": "#F0B43C",
+    "#56B4E9": "#8ACCF2",
+    "#7F7F7F": "#A0A0A0",
+    "#3D3D3D": "#C8C8C8",
+    "#949494": "#8C8C8C",
+    INK: "#E4E4E4",
+    FAINT: "#3A3A3A",
+    LEADER: "#6E6E6E",
+    "#FFFFFF": "#16181B",
+}
+SPAN = 20.0
+"""A linear axis whose largest value is further above most of them shows nothing but that value."""
 _LABEL_PITCH_PT = 10.5
 _DECADES = 5  # shown at most; smaller values are rounding, and lie between 0 and the lowest decade
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -76,6 +107,18 @@ def style(strategy: str) -> dict[str, Any]:
     }
 
 
+def lines(strategies: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns `style` and line style of every strategy, for `plot`. A user's own strategy borrows the look of one that
+    is not among them, so that lines of one figure differ; beyond the looks that there are, they share one.
+    """
+    spare = iter([name for name in _STYLES if name not in strategies])
+    looks = {}
+    for name in strategies:
+        known = name if name in _STYLES else next(spare, name)
+        looks[name] = {**style(known), "linestyle": _DASHES.get(known, "-")}
+    return looks
+
+
 def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[float]) -> None:
     """Scales axis `which` (`x` or `y`) of `axes`: 0 at its end, then decades from the least positive mean to the
     largest upper end `highs` of an interval; an interval that reaches further down runs into the zero.
@@ -100,8 +143,85 @@ def error_scale(axes: Axes, which: str, means: Iterable[float], highs: Iterable[
     axes.set_axisbelow(True)
 
 
+def value_scale(axes: Axes, values: Iterable[float], threshold: float | None = None) -> None:
+    """Scales the y axis of `axes` for `values`: linear where most of them lie within a factor of SPAN of the largest,
+    logarithmic where they are positive and do not, and else linear around 0 and logarithmic beyond.
+
+    Args:
+        threshold: where the logarithmic part begins; None: at the decade of the middle one of the sizes.
+    """
+    array = np.asarray(list(values), dtype=np.float64)
+    array = array[np.isfinite(array)]
+    sizes = np.abs(array[array != 0])
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    if threshold is None and (not len(sizes) or sizes.max() < SPAN * np.quantile(sizes, 0.25)):
+        low, high = (array.min(), array.max()) if len(array) else (0.0, 0.0)
+        margin = 0.05 * ((high - low) or abs(high) or 1.0)
+        axes.set_ylim(low - margin, high + margin)
+        return
+    if threshold is None and array.min() > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(sizes.min() / 1.3, sizes.max() * 1.3)
+        _label_decades(axes.yaxis)
+        return
+    largest = sizes.max(initial=threshold or 0.0)
+    highest = int(np.ceil(np.log10(largest)))
+    lowest = max(int(np.floor(np.log10(threshold or np.median(sizes)))), highest - _DECADES)
+    axes.set_yscale("symlog", linthresh=10.0**lowest, linscale=1.0, base=10)
+    decades = [10.0**decade for decade in range(lowest, highest + 1)]
+    axes.yaxis.set_major_locator(FixedLocator([*(-value for value in decades), 0.0, *decades]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_decade))
+    axes.yaxis.set_minor_locator(NullLocator())
+    margin = 0.12 * 10.0**lowest
+    axes.set_ylim(1.4 * min(array.min(initial=0.0), 0.0) - margin, 1.4 * max(array.max(initial=0.0), 0.0) + margin)
+
+
+def log_scale(axes: Axes) -> None:
+    """Makes the x axis of `axes` logarithmic."""
+    axes.set_xscale("log")
+    _label_decades(axes.xaxis)
+
+
+def _label_decades(axis: Axis) -> None:
+    """Labels the decades of a logarithmic axis, and 2 and 5 times a decade where it has fewer than two."""
+    low, high = axis.get_view_interval()
+    whole = np.floor(np.log10(high)) - np.ceil(np.log10(low)) + 1
+    if whole >= 2:
+        axis.set_major_formatter(FuncFormatter(_decade))
+        axis.set_minor_formatter(NullFormatter())
+        return
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def share_scale(axes: Axes) -> None:
+    """Scales the y axis of `axes` for shares whose distance from 1 matters: logarithmic in that distance, down to
+    1e-4.
+    """
+    nearest = 1e-4
+    axes.set_yscale(
+        "function",
+        functions=(
+            lambda share: -np.log10(np.maximum(1.0 - share, 0.0) + nearest),
+            lambda height: 1.0 + nearest - 10.0**-height,
+        ),
+    )
+    ticks = [0.0, 0.5, 0.9, 0.99, 0.999, 1.0]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0.0, 1.0)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def _decade(value: float, _: int) -> str:
-    return "0" if value == 0 else "10" + str(round(np.log10(value))).translate(_SUPERSCRIPT)
+    if value == 0:
+        return "0"
+    exponent = np.log10(abs(value))
+    return ("−" if value < 0 else "") + "10" + str(round(exponent)).translate(_SUPERSCRIPT)
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
@@ -128,7 +248,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
             textcoords="axes fraction",
             va="center",
             fontsize=8.5,
-            arrowprops={"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkA": 1.0, "shrinkB": 3.0},
+            arrowprops={"arrowstyle": "-", "color": LEADER, "linewidth": 0.6, "shrinkA": 1.0, "shrinkB": 3.0},
             annotation_clip=False,
         )
 
@@ -153,6 +273,11 @@ def _spread(heights: Sequence[float], pitch: float, bottom: float, top: float) -
     return out.tolist()
 
 
-def save(figure: Figure, path: Path) -> None:
+def colours(dark: bool) -> dict[str, str]:
+    """Returns every colour that figures use, and what it is on light or dark paper."""
+    return {light: shown if dark else light for light, shown in _DARK.items()}
+
+
+def save(figure: Figure, path: Path | TextIO) -> None:
     """Writes `figure` as SVG, the same bytes for the same numbers: no date, no version."""
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

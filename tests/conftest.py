@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,15 @@ class FinishedRun:
     @property
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded study of tests/data/study, unpacked: twelve run directories `<strategy>/seed<seed>`. Read only."""
+    folder = tmp_path_factory.mktemp("study")
+    with tarfile.open(ROOT / "tests" / "data" / "study" / "runs.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,139 @@
+"""A report before it is a page or a summary: figures drawn, tables made, sentences in their order."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from analysis import style
+from analysis.merge_frames import Absent
+from analysis.report import svg
+from analysis.report.charts import CHARTS, Chart, silent_arms
+from analysis.report.evidence import Evidence
+from analysis.report.tables import Table, arms, excluded, tables
+
+_OLD_LOG_PROB = "algorithm.old_log_prob"
+_DPI = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A figure, drawn.
+
+    Attributes:
+        name: of its files.
+        title, caption, reading, alternative: its words (charts.py); the alternative is for who does not see it.
+        numbers: what is plotted.
+        svg: its text.
+        png: its bytes.
+    """
+
+    name: str
+    title: str
+    caption: str
+    reading: str
+    alternative: str
+    numbers: pd.DataFrame
+    svg: str
+    png: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a report says, in its order.
+
+    Attributes:
+        title: the experiments.
+        verdict: a sentence per declared comparison, or that there is no claim.
+        warnings: to be read before any result.
+        arms, excluded: what was compared, and what was found and not used.
+        notes: how the numbers were made.
+        shown: figures.
+        left_out: title of every figure that there is not, and why.
+        tables: of statistics and provenance.
+        commands: of the runs, and of this report, last.
+    """
+
+    title: str
+    verdict: str
+    warnings: Sequence[str]
+    arms: Table
+    excluded: Table
+    notes: Sequence[str]
+    shown: Sequence[Shown]
+    left_out: Sequence[tuple[str, str]]
+    tables: Sequence[Table]
+    commands: Sequence[str]
+
+
+def report(evidence: Evidence, command: str) -> Report:
+    """Returns the report of `evidence`; `command` is the one that makes it."""
+    runs, result = evidence.runs, evidence.result
+    looks = style.lines(list(dict.fromkeys([*result.arms, *map(str, runs.segments["strategy"].unique())])))
+    shown, left_out = [], []
+    with style.settings():
+        for chart in CHARTS:
+            numbers = chart.numbers(evidence)
+            if isinstance(numbers, Absent):
+                left_out.append((chart.title, numbers.reason))
+            else:
+                shown.append(_draw(chart, numbers, looks, evidence))
+    experiments = sorted({str(name) for name in runs.runs["experiment"].dropna()})
+    commands = sorted({str(each) for each in runs.runs["command"].dropna()}) if "command" in runs.runs else []
+    return Report(
+        title=", ".join(experiments) or "runs",
+        verdict=result.verdict,
+        warnings=[*result.warnings, *_blind(evidence)],
+        arms=arms(runs, result),
+        excluded=excluded(result),
+        notes=[note for note in result.notes if not note.startswith("Excluded:")] + _alike(evidence),
+        shown=shown,
+        left_out=left_out,
+        tables=tables(runs, result),
+        commands=[*commands, command],
+    )
+
+
+def _draw(chart: Chart, numbers: pd.DataFrame, looks: dict, evidence: Evidence) -> Shown:
+    figure = chart.draw(chart.title, numbers, looks, evidence)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
+    silent = silent_arms(evidence.runs.history, chart.keys) if chart.keys else []
+    caption = chart.caption(numbers, evidence)
+    if silent:
+        caption += f" Not logged by {', '.join(silent)}."
+    return Shown(
+        chart.name,
+        chart.title,
+        caption,
+        chart.reading,
+        chart.alternative(numbers),
+        numbers,
+        svg.text(figure),
+        png.getvalue(),
+    )
+
+
+def _alike(evidence: Evidence) -> list[str]:
+    """Returns that the arms differ in their strategy alone, where configurations are known and that is so."""
+    if not evidence.runs.configs or not evidence.result.differences.empty:
+        return []
+    return [
+        "Seed by seed, the arms differ in their strategy only: every other setting, version and commit is the same."
+    ]
+
+
+def _blind(evidence: Evidence) -> list[str]:
+    """Returns a warning where ppo_kl cannot tell strategies apart (docs/metrics.md)."""
+    modes = {name: config.get(_OLD_LOG_PROB) for name, config in evidence.runs.configs.items()}
+    decoupled = [name for name, mode in modes.items() if mode == "decoupled"]
+    if not decoupled:
+        return []
+    which = "all runs" if len(decoupled) == len(modes) else f"{len(decoupled)} of {len(modes)} runs"
+    return [
+        f"{which} have {_OLD_LOG_PROB}=decoupled: old and new log-probs share the replayed rows, a wrong merge "
+        "cancels in actor/ppo_kl and the PPO ratio, and gap/* and merge/* carry the comparison."
+    ]
