@@ -29,7 +29,7 @@ NARROW_BELOW = 8
 LEVEL = 0.95
 RESAMPLES = 50_000
 """rliable's suggestion."""
-_ENUMERATED = 20
+_ENUMERATED = 16
 """Up to this many pairs all 2^n sign patterns are enumerated; beyond it as many random ones are drawn."""
 
 Standing = Literal["too few seeds", "screening", "confirmatory"]
@@ -245,7 +245,8 @@ def probability_of_improvement(x: Float, y: Float, better: Direction) -> tuple[f
     """Returns P(X better than Y) + P(X = Y) / 2 over all pairs of runs, with percentile bootstrap interval.
 
     The runs of either arm are resampled on their own (rliable: stratified). `better="none"` reads as `lower`. The
-    interval is NaN where an arm has fewer than MIN_SEEDS runs, everything where it has none.
+    interval is NaN where an arm has fewer than MIN_SEEDS runs, everything where it has none; an interval [1, 1] says
+    only that the runs of the arms do not overlap.
 
     Source: rliable, metrics.probability_of_improvement, with one task.
     """

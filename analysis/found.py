@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
 
-from analysis.history import History, read_history
+from analysis.history import History, read_history, read_table
 from analysis.load import SEGMENT_COLUMNS, flat, segment_rows
 
 type ReadHistory = Callable[[Collection[str] | None], History]
@@ -141,19 +140,14 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _history(folder: Path, known: Collection[str], keys: Collection[str] | None) -> History:
     """Returns metrics and timings, as W&B has them in one row; the steps are those of the metrics."""
-    metrics = read_history(folder / "metrics.jsonl", [key for key in known if not key.startswith("time/")], keys)
-    path = folder / "timings.jsonl"
-    if not path.is_file() or not (keys is None or any(key.startswith("time/") for key in keys)):
+    files = [folder / "metrics.jsonl", folder / "timings.jsonl"]
+    table = read_table(folder / "history.parquet", files, keys)
+    if table is not None:
+        return table
+    metrics = read_history(files[0], [key for key in known if not key.startswith("time/")], keys)
+    if not files[1].is_file() or not (keys is None or any(key.startswith("time/") for key in keys)):
         return metrics
-    timings = read_history(path, [key for key in known if key.startswith("time/")], keys)
-    row = np.searchsorted(metrics.steps, timings.steps)
-    row[row == len(metrics)] = 0
-    found = metrics.steps[row] == timings.steps if len(metrics) else np.zeros(len(timings), dtype=bool)
-    columns = dict(metrics.columns)
-    for key, values in timings.columns.items():
-        columns[key] = np.full(len(metrics), np.nan)
-        columns[key][row[found]] = values[found]
-    return History(metrics.steps, columns)
+    return metrics.joined(read_history(files[1], [key for key in known if key.startswith("time/")], keys))
 
 
 def _segments(path: Path) -> pd.DataFrame:

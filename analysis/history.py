@@ -1,8 +1,9 @@
 """What a run logged, as a matrix: one row per update, one column per metric, NaN where a metric was not logged.
 
-Two readers of `metrics.jsonl` give the same matrix. polars reads a regular file at some 250 MB per core-second, and
-refuses everything that is not one JSON object of plain numbers per line. What it refuses goes to the careful reader,
-which knows the spellings of NaN and infinity, steps that come twice or out of order, and a last line cut short.
+Three readers give the same matrix. A completed run leaves it as a table, `history.parquet`, which counts as long as it
+is of the JSON lines beside it. polars reads regular JSON lines at some 250 MB per core-second, and refuses everything
+that is not one object of plain numbers per line. What it refuses goes to the careful reader, which knows the spellings
+of NaN and infinity, steps that come twice or out of order, and a last line cut short.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class History:
     def __len__(self) -> int:
         """The number of updates."""
         return len(self.steps)
+
+    def joined(self, other: History) -> History:
+        """Returns this history with the columns of `other`, whose further steps are left out."""
+        _, ours, theirs = np.intersect1d(self.steps, other.steps, assume_unique=True, return_indices=True)
+        columns = dict(self.columns)
+        for key, values in other.columns.items():
+            columns[key] = np.full(len(self), np.nan)
+            columns[key][ours] = values[theirs]
+        return History(self.steps, columns)
 
 
 def from_rows(rows: Iterable[Mapping[str, Any]], keys: Collection[str] | None = None) -> History:
@@ -95,6 +105,24 @@ def read_history(path: Path, known: Collection[str] = (), keys: Collection[str] 
         raise ValueError(f"{path}: cannot be read ({error}); expected the metrics of a run") from error
     regular = _regular(data, known, keys)
     return _careful(path, data, keys) if regular is None else regular
+
+
+def read_table(path: Path, files: Collection[Path], keys: Collection[str] | None = None) -> History | None:
+    """Returns the history in a `history.parquet` (experiments/tracking/run_folder.py); None where there is none, it is
+    damaged, or it is not of `files` as they are now: one has another size, is missing, or was written a minute or more
+    after it.
+    """
+    try:
+        sizes = pl.read_parquet_metadata(path)
+        written = path.stat().st_mtime
+        states = {file.name: file.stat() for file in files}
+    except (FileNotFoundError, pl.exceptions.PolarsError):
+        return None
+    if any(sizes.get(name) != str(state.st_size) or state.st_mtime > written + 60 for name, state in states.items()):
+        return None
+    names = [name for name in pl.read_parquet_schema(path) if name == STEP or keys is None or name in keys]
+    table = pl.read_parquet(path, columns=names)
+    return History(table[STEP].to_numpy(), {name: table[name].to_numpy() for name in sorted({*names} - {STEP})})
 
 
 def _regular(data: bytes, known: Collection[str], keys: Collection[str] | None) -> History | None:

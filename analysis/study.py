@@ -26,10 +26,9 @@ SECONDARY: tuple[Key, ...] = (
     ("gap/abs", "mean"),
     ("gap_ratio/F2", "mean"),
     ("gap_ratio/p99.9", "mean"),
+    ("gap_ratio/p99.9", "max"),
     ("ppo_ratio/ess_raw", "mean"),
     ("ppo_ratio/ess_raw", "min"),
-    ("ppo_ratio/p99.9", "mean"),
-    ("ppo_ratio/p99.9", "max"),
     ("actor/pg_clipfrac", "mean"),
     ("actor/ppo_kl", "mean"),
     ("actor/ppo_kl", "sd"),
@@ -207,8 +206,8 @@ def _notes(
             yield f"{run} has no {reduce} {metric}: {reason}."
         logged = frame.loc[frame["reason"] == ""].set_index("run")["updates"]
         if (logged < runs.runs["steps"].reindex(logged.index)).any():
-            updates = f"{logged.min()} to {logged.max()} of {runs.runs['steps'].max()} updates of a run"
-            yield f"{metric} was logged by {updates}: its {reduce} is over these."
+            some = f"{logged.min()} to {logged.max()}" if logged.min() < logged.max() else str(logged.max())
+            yield f"{metric} was logged by {some} of {runs.runs['steps'].max()} updates of a run: {reduce} over these."
     if all(floor != floor for floor in floors.values()):
         yield f"No noise floor was measured ({tables.FLOOR}): a difference is compared with none."
     if len(offline) and offline["runs"].min() < offline["runs"].max():

@@ -108,12 +108,10 @@ def _run(
     written: float,
     rows: Iterable[Mapping[str, Any]],
 ) -> Found | Unusable:
-    internal = config.get("_wandb") or {}
     settings = dict(flat({key: value for key, value in config.items() if key != "_wandb"}))
     seed, planned = settings.get("seed"), settings.get("steps")
     if not job_type or not isinstance(seed, int):
         return Unusable(where, "no strategy (job type) or no integer `seed` in its configuration: not of this project")
-    versions = {"python": internal.get("python_version"), "wandb": internal.get("cli_version")}
     return Found(
         where=where,
         source=source,
@@ -127,7 +125,6 @@ def _run(
         wandb_id=run_id,
         config=settings,
         read=lambda keys: _history(rows, keys),
-        versions={key: value for key, value in versions.items() if value},
     )
 
 

@@ -1,4 +1,4 @@
-"""The files of a run: `metrics.jsonl`, `timings.jsonl` and `summary.json`.
+"""The files of a run: `metrics.jsonl`, `timings.jsonl`, both as a table in `history.parquet`, and `summary.json`.
 
 The first never holds anything that depends on the machine, so that equal seeds give byte-identical files. Nothing here
 knows W&B or the loop.
@@ -73,6 +73,7 @@ class JsonLines:
         Raises:
             ValueError: a line other than a truncated last one is not a JSON object with an integer `step`.
         """
+        self.path = path
         self.rows: list[Row] = []
         if resume_after is not None and path.exists():
             self.rows = [row for row in read_json_lines(path) if row["step"] <= resume_after]
@@ -112,6 +113,28 @@ def read_json_lines(path: Path) -> list[Row]:
             raise ValueError(f"{path}:{number}: expected an object with an integer 'step', got {line[:80]!r}")
         rows.append(row)
     return rows
+
+
+def write_table(path: Path, *files: JsonLines) -> None:
+    """Writes the rows of `files`, joined by step, as one Parquet table: the same numbers in a form that loads fast.
+
+    Columns: `step` (int64), then every key (float64, null where it was not logged). The table's metadata hold the size
+    in bytes of each file, by name, so that a reader sees when a file has changed since.
+    """
+    import polars as pl
+
+    joined: dict[int, Row] = {}
+    for file in files:
+        for row in file.rows:
+            joined.setdefault(row["step"], {}).update(row)
+    rows = [joined[step] for step in sorted(joined)]
+    keys = sorted({key for row in rows for key in row} - {"step"})
+    columns = [pl.Series("step", [row["step"] for row in rows], dtype=pl.Int64)]
+    columns += [pl.Series(key, [row.get(key) for row in rows], dtype=pl.Float64, strict=False) for key in keys]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sizes = {file.path.name: str(file.path.stat().st_size) for file in files}
+    pl.DataFrame(columns).write_parquet(temporary, metadata=sizes)
+    temporary.replace(path)
 
 
 def _line(row: Row) -> str:

@@ -24,7 +24,7 @@ _EXIT_CODES: dict[str, int] = {"completed": 0, "failed": 1, "interrupted": 130}
 
 
 class Tracker:
-    """Writes `metrics.jsonl`, `timings.jsonl`, `summary.json` and the W&B run of one run directory.
+    """Writes `metrics.jsonl`, `timings.jsonl`, `history.parquet`, `summary.json` and the W&B run of one run directory.
 
     What depends on the machine goes to `timings.jsonl` alone, so that equal seeds give byte-identical `metrics.jsonl`.
     W&B gets both in one row.
@@ -131,6 +131,8 @@ class Tracker:
         self._timings.close()
         if self._merge_errors is not None:
             self._merge_errors.close()
+        if status == "completed":
+            run_folder.write_table(self.folder / "history.parquet", self._metrics, self._timings)
         self._board.finish(_EXIT_CODES[status])
         return summary
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 
 from analysis.history import History, from_rows, read_history
 from analysis.runs import load_runs
+from experiments.tracking.run_folder import JsonLines, write_table
 
 
 def write(
@@ -143,8 +145,6 @@ def test_broken_folders_are_named_and_do_not_stop_the_others(tmp_path: Path) -> 
 
 
 def test_of_equal_runs_the_newest_completed_one_is_used(tmp_path: Path) -> None:
-    import os
-
     for name, status, age in (("old", "completed", 100), ("new", "completed", 50), ("crashed", "failed", 0)):
         write(tmp_path / name, status=status, tracking={"mode": name})
         os.utime(tmp_path / name / "summary.json", (1e9 - age, 1e9 - age))
@@ -238,3 +238,44 @@ def test_a_key_that_the_summary_does_not_name_is_read_all_the_same(tmp_path: Pat
 def test_a_line_without_a_step_is_an_error_that_names_the_file(tmp_path: Path, row: str) -> None:
     with pytest.raises(ValueError, match=r"metrics.jsonl: ?.*2"):
         history_of(tmp_path, f'{{"step": 1, "a": 1}}\n{row}\n')
+
+
+def tabulated(folder: Path) -> Path:
+    """Returns a run directory with `history.parquet`, as a completed run leaves it."""
+    write(folder, steps=3)
+    metrics, timings = (JsonLines(folder / f"{name}.jsonl", None) for name in ("metrics", "timings"))
+    for step, values in enumerate([{"a": 1, "b": 0.1}, {"a": 0.25}, {"b": 1 / 3}], start=1):
+        metrics.append(step, values)
+        timings.append(step, {"time/train_s": step / 7})
+    for file in (metrics, timings):
+        file.close()
+    write_table(folder / "history.parquet", metrics, timings)
+    return folder
+
+
+def test_the_table_that_a_completed_run_leaves_holds_the_numbers_of_its_lines(tmp_path: Path) -> None:
+    folder = tabulated(tmp_path)
+    fast, few = load_runs(folder).history, load_runs(folder, keys=["b"]).history
+    (folder / "history.parquet").unlink()
+    pd.testing.assert_frame_equal(load_runs(folder).history, fast)
+    pd.testing.assert_frame_equal(load_runs(folder, keys=["b"]).history, few)
+    assert fast["a"].dropna().tolist() == [1, 0.25]
+
+
+@pytest.mark.parametrize("change", ["another size", "edited later", "table cut short", "file gone"])
+def test_a_table_that_is_not_of_its_lines_is_not_used(tmp_path: Path, change: str) -> None:
+    folder = tabulated(tmp_path)
+    path, table = folder / "metrics.jsonl", folder / "history.parquet"
+    text = path.read_text()
+    match change:
+        case "another size":
+            path.write_text(text.replace("0.25", "0.375"))
+        case "edited later":
+            path.write_text(text.replace("0.25", "0.75"))
+            os.utime(table, (1e9, 1e9))
+        case "table cut short":
+            table.write_bytes(table.read_bytes()[:-20])
+        case "file gone":
+            (folder / "timings.jsonl").unlink()
+    expected = {"another size": 0.375, "edited later": 0.75}.get(change, 0.25)
+    assert load_runs(folder).history["a"].tolist()[1] == expected

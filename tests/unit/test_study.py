@@ -215,7 +215,7 @@ def test_updates_that_did_not_log_a_metric_are_counted_in_the_notes() -> None:
     history = runs.history.copy()
     history.loc[(history["run"] == "replace-s0") & (history["step"] <= 2), METRIC] = np.nan
     notes = study(dataclasses.replace(runs, history=history), plan()).notes
-    assert f"{METRIC} was logged by 8 to 10 of 10 updates of a run: its mean is over these." in notes
+    assert f"{METRIC} was logged by 8 to 10 of 10 updates of a run: mean over these." in notes
 
 
 def test_narrow_intervals_are_announced() -> None:

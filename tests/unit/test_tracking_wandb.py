@@ -59,6 +59,7 @@ def test_an_offline_run_carries_its_names_and_leaves_nothing_else(
     assert run.history[0].items() >= {"step": 1, "_step": 1, "actor/ppo_kl": 0.5, "time/train_s": 2.0}.items()
     assert run.exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "history.parquet",
         "merge_errors.jsonl",
         "metrics.jsonl",
         "summary.json",
