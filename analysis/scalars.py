@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from analysis.runs import Runs
+from analysis.runs import Runs
 
 type Float = NDArray[np.float64]
 

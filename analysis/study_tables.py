@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -22,10 +21,8 @@ from analysis.compare import (
     probability_of_improvement,
 )
 from analysis.power import detectable_effect, statement
+from analysis.runs import Runs
 from analysis.scalars import direction, scalars, unusable
-
-if TYPE_CHECKING:
-    from analysis.runs import Runs
 
 type Key = tuple[str, str]
 """Metric and reduction."""
