@@ -18,6 +18,7 @@ from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.sglang.client import Sampling
 from experiments.engines.sglang.engine import ServerSource, SGLangEngine
 from experiments.engines.sglang.process import ServerProcess
+from experiments.engines.sglang.transport import Disk
 from experiments.engines.sglang.weights import Publisher
 from strategies.types import EngineCall, Rollout
 from tests.unit.engine_kit import SETTINGS, SIZES, after_a_step, model_of, one_thread
@@ -48,7 +49,7 @@ def sglang_engine(server: ServerProcess, folder: Path, **settings: Any) -> SGLan
         CONFIG,
         **{
             "source": ServerSource(None, server.url, start_timeout_s=5.0, max_restarts=0),
-            "publisher": Publisher(CONFIG, torch.float32, None),
+            "transport": Disk(Publisher(CONFIG, torch.float32, None)),
             "sampling": Sampling(TEMPERATURE, 1.0, []),
             "max_in_flight": 4,
             "request_timeout_s": 120.0,

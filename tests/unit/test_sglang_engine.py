@@ -21,6 +21,7 @@ from transformers import Qwen3MoeConfig
 from experiments.engines.base import EngineLost, PauseMode, Reply, Request
 from experiments.engines.sglang.client import Sampling
 from experiments.engines.sglang.engine import ServerSource, SGLangEngine
+from experiments.engines.sglang.transport import Disk
 from experiments.engines.sglang.weights import PREFIX, Publisher
 from strategies.reply import ReplyError
 from tests.unit.engine_kit import SIZES, model_of
@@ -89,7 +90,7 @@ def play(tmp_path: Path, scenario: Scenario, url: str | None = None, servers: Ow
     engine = SGLangEngine(
         CONFIG,
         source=ServerSource(servers.start if servers else None, url, start_timeout_s=5.0, max_restarts=max_restarts),
-        publisher=Publisher(CONFIG, torch.float32, tmp_path),
+        transport=Disk(Publisher(CONFIG, torch.float32, tmp_path)),
         sampling=Sampling(1.0, 1.0, [2]),
         **settings,
     )
@@ -213,6 +214,10 @@ def test_only_an_update_in_place_keeps_the_cache(tmp_path):
         ({"max_new_tokens": 0}, "max_new_tokens >= 1 is expected"),
         ({"max_new_tokens": 500}, "at most 200 tokens fit"),
         ({"row_start": 4}, r"row_start in \[0, 4\) is expected"),
+        (
+            {"rows": np.zeros((3, LAYERS, TOP_K), np.int32)},
+            r"request r0\.0: no rows are expected, those of 3 positions",
+        ),
     ],
 )
 def test_a_request_that_would_harm_the_server_is_not_sent(tmp_path, server, bad, message):
