@@ -376,14 +376,11 @@ def _engine(config: Config) -> Iterator[tuple[bool, str]]:
         f"`engine.server.transport=disk` needs `engine.server.publish_dir`: the server at {e.url} does not see this "
         "machine's memory; name a folder that both see, or use transport=gloo",
     )
-    on_cpu = [
-        key for key, device in (("trainer", config.trainer.device), ("engine.server", s.device)) if device == "cpu"
-    ]
-    yield (
-        s.transport is WeightTransport.nccl and bool(on_cpu),
-        f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{on_cpu[0] if on_cpu else ''}.device=cpu`"
-        "; use transport=gloo",
-    )
+    for key, device in (("trainer", config.trainer.device), ("engine.server", s.device)):
+        yield (
+            s.transport is WeightTransport.nccl and device == "cpu",
+            f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{key}.device=cpu`; use transport=gloo",
+        )
     yield not 0 <= s.port < 65536, f"`engine.server.port` must lie in 0..65535, not {s.port}"
     yield s.max_restarts < 0, f"`engine.server.max_restarts` must not be negative, not {s.max_restarts}"
     for name in ("start_timeout_s", "request_timeout_s"):

@@ -194,8 +194,8 @@ class SGLangEngine:
         check_request(request, self._names, self._vocab_size, self._max_length)
         if request.rows is not None:
             raise ValueError(
-                f"request {request.request_id}: no rows are expected, those of {len(request.rows)} positions came: SGLang "
-                "routes every position itself; engine.resume_rows=recompute"
+                f"request {request.request_id}: no rows are expected, those of {len(request.rows)} positions came: "
+                "SGLang routes every position itself; use engine.resume_rows=recompute"
             )
         self._names.add(request.request_id)
         try:
