@@ -379,7 +379,8 @@ def _engine(config: Config) -> Iterator[tuple[bool, str]]:
     for key, device in (("trainer", config.trainer.device), ("engine.server", s.device)):
         yield (
             s.transport is WeightTransport.nccl and device == "cpu",
-            f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{key}.device=cpu`; use transport=gloo",
+            f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{key}.device=cpu`; "
+            "use transport=gloo",
         )
     yield not 0 <= s.port < 65536, f"`engine.server.port` must lie in 0..65535, not {s.port}"
     yield s.max_restarts < 0, f"`engine.server.max_restarts` must not be negative, not {s.max_restarts}"
