@@ -64,9 +64,9 @@ def stand_in(tmp_path):
     return start
 
 
-def child_of(folder: Path) -> int:
+def child_of(folder: Path, within_s: float = 20) -> int:
     log = folder / "logs" / "server.log"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if log.is_file() and log.read_text().startswith("child "):
             return int(log.read_text().split()[1])

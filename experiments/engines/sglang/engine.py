@@ -121,6 +121,9 @@ class SGLangEngine:
         self._version = 0
         self._update_modes: dict[int, PauseMode] = {}  # by the version that the update brought
         self._pause_mode: PauseMode | None = None
+        self._whole = (
+            True  # the server holds one version's weights; not so while an update is under way, or after a failure
+        )
         self._open = asyncio.Event()
         self._slots = asyncio.Semaphore(max_in_flight)
         self._sending: set[str] = set()
@@ -381,7 +384,9 @@ class SGLangEngine:
         await client.resume()
 
     async def _release(self, client: SGLangClient) -> None:
-        if self._pause_mode is not None:
+        if not self._whole:
+            log.warning("the server at %s may hold a part of the weights: it stays paused", client.url)
+        elif self._pause_mode is not None:
             try:
                 await client.resume()
             except (ConnectionLost, ServerRefused) as error:
@@ -405,6 +410,7 @@ class SGLangEngine:
             ServerRefused: it may hold anything.
         """
         keep = self._pause_mode == "in_place"
+        self._whole = False
         ok, message = await self._transport.send(client, flush_cache=not keep)
         if not ok and message.startswith(NOT_FLUSHED):
             ok = await client.flush_cache()
@@ -413,6 +419,7 @@ class SGLangEngine:
         held, wanted = (await client.model_info()).get("weight_version"), str(self._version)
         if held != wanted:
             raise ServerRefused(f"weight_version {wanted} expected of the server after the update, it says {held!r}")
+        self._whole = True
 
     async def _recover(self, incarnation: int, what: str, error: Exception) -> None:
         """Starts a new server in place of incarnation `incarnation`, unless that has been done.
