@@ -132,11 +132,14 @@ class Group:
         for prefix in (self.name, f"{self.name}/", f"{device}/"):
             store = dist.PrefixStore(prefix, store)
         if self._backend == "gloo":
-            self._ranks = dist.ProcessGroupGloo(store, 0, self._world, self._timeout)
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]  # default: that of our hostname
+            gloo._timeout = self._timeout
+            self._ranks = dist.ProcessGroupGloo(store, 0, self._world, gloo)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            self._ranks = dist.ProcessGroupNCCL(store, 0, self._world, options)
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = self._timeout
+            self._ranks = dist.ProcessGroupNCCL(store, 0, self._world, nccl)
 
     async def broadcast(self, data: torch.Tensor) -> None:
         """Returns when `data` is on its way to every rank.
