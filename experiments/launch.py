@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies, check_names
+from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies, check_names, weight_transport
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.base import Engine
 from experiments.engines.embedded import EmbeddedEngine
@@ -32,7 +32,7 @@ from experiments.qwen3_moe import qwen3_moe_config
 from experiments.recorder import RecordingLearner, start_recording
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
 from experiments.run_dir import write_composition
-from experiments.schema import ClockKind, Config, ResumeRows
+from experiments.schema import ClockKind, Config, ResumeRows, WeightTransport
 from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
@@ -85,6 +85,7 @@ def launch(job: Job) -> int:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     with as_config_errors():
         check_names(job.strategy_name, config)
+        _check_devices(config)
         saved = _saved(job)
         task = load_task(config.task, config.seed, config.model.checkpoint)
         check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))
@@ -100,6 +101,21 @@ def launch(job: Job) -> int:
     interrupt = Interrupt()
     with interruptible(interrupt):
         return supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt), closing_table)
+
+
+def _check_devices(config: Config) -> None:
+    """Refuses weights from GPU to GPU where the trainer has none.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    device = resolve_device(config.trainer.device)
+    server = config.engine.server
+    if server is not None and server.transport is WeightTransport.nccl and device.type != "cuda":
+        raise ConfigError(
+            f"`engine.server.transport=nccl` needs a trainer on CUDA; `trainer.device={config.trainer.device}` is "
+            f"{device.type} here; use transport=gloo"
+        )
 
 
 def _train(job: Job, task: Task, tracker: Tracker, saved: dict[str, Any] | None, interrupt: Interrupt) -> None:
@@ -231,6 +247,7 @@ def _engine(job: Job, model: PreparedModel, task: Task, clock: Clock, device: to
         return build_sglang_engine(
             model.config,
             engine=config.engine,
+            transport=weight_transport(config.engine),
             sampling=config.sampling,
             pause_mode=config.schedule.pause_mode,
             stop_ids=[task.tokenizer.eos_id],

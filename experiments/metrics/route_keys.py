@@ -241,14 +241,6 @@ STALE_RETRACTIONS = _count("stale/retractions", "requests put back into the engi
 STALE_MIXED_CALLS = _count(
     "stale/mixed_version_calls", "calls with tokens of two or more versions, or a prefix recomputed inside the call"
 )
-STALE_CACHED = Metric(
-    "stale/cached_tokens_unknown",
-    "prefix tokens served from a cache that may predate the weights",
-    "tokens",
-    ">= 0",
-    "count",
-    healthy="0",
-)
 STALE_RESUMED = Metric(
     "stale/resumed_tokens", "generated tokens in the inputs of calls after the first", "tokens", ">= 0", "count"
 )
