@@ -102,14 +102,25 @@ def main(node: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     if config.backend.name == "verl":
+        from experiments.verl_backend.launch import FAILED as FAILED_ON_CLUSTER
         from experiments.verl_backend.launch import Job as ClusterJob
         from experiments.verl_backend.launch import launch as launch_on_cluster
 
         try:
-            status = launch_on_cluster(ClusterJob(config, node, hydra_config.runtime.choices["strategy"], run_dir))
+            status = launch_on_cluster(
+                ClusterJob(
+                    config,
+                    node,
+                    hydra_config.runtime.choices["strategy"],
+                    run_dir,
+                    own_command(hydra_config.overrides.task),
+                )
+            )
         except check.ConfigError as error:
             refuse(error)
-        if status:
+        if status == FAILED_ON_CLUSTER and hydra_config.mode is RunMode.MULTIRUN:
+            failed_jobs.append(run_dir)
+        elif status:
             sys.exit(status)
         return
     from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
