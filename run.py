@@ -33,17 +33,18 @@ def run_job(node: DictConfig, started: float | None = None) -> int:
     started = time.perf_counter() if started is None else started
     config = check.load(node)
     hydra_config = HydraConfig.get()
+    command = command_line.own_command(hydra_config)
     run_dir, strategy_name = Path(hydra_config.runtime.output_dir), hydra_config.runtime.choices["strategy"]
     if config.backend.name == "verl":
         from experiments.verl_backend.launch import Job as ClusterJob
         from experiments.verl_backend.launch import launch as launch_on_cluster
 
         write_composition(run_dir, node)
-        return launch_on_cluster(ClusterJob(config, node, strategy_name, run_dir))
+        return launch_on_cluster(ClusterJob(config, node, strategy_name, run_dir, command))
     from experiments.launch import Job, launch  # torch, megatron-core and transformers, only now
     from experiments.score import score
 
-    job = Job(config, node, strategy_name, run_dir, started, command_line.own_command(hydra_config))
+    job = Job(config, node, strategy_name, run_dir, started, command)
     return score(job) if config.mode is schema.Mode.score else launch(job)
 
 

@@ -38,6 +38,8 @@ _RECORDED_PACKAGES = (
     "hydra-core",
     "wandb",
     "reasoning-gym",
+    "verl",
+    "sglang",
 )
 
 # Where a run writes and what it calls itself in W&B does not change its numbers.

@@ -79,6 +79,7 @@ class Tracker:
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
         lines: Sequence[Mapping[str, Any]] = (),
+        shown: Mapping[str, float] | None = None,
     ) -> None:
         """Records update number `step`, 1 being the first; a bad row is refused before anything is written.
 
@@ -86,6 +87,7 @@ class Tracker:
             metrics: values that repeat with the seed, by the keys of experiments/metrics.
             timings: values that depend on the machine; every key starts with `time/`.
             lines: one per scored segment (experiments/shadow_report.py), when shadow scoring was due.
+            shown: further values for W&B alone.
 
         Raises:
             RuntimeError: a value is NaN or infinite, a key is in the wrong mapping, or `step` is not above the last.
@@ -106,7 +108,7 @@ class Tracker:
             for line in lines:
                 self._merge_errors.append(step, line)
         self._last_step = step
-        self._board.log({"step": step, **values, **seconds})
+        self._board.log({**(shown or {}), "step": step, **values, **seconds})
         self._progress.update(step, values)
 
     def finish(self, status: Status, error: str | None = None) -> dict[str, Any]:
@@ -149,13 +151,14 @@ class Tracker:
         """Returns the part of the summary that does not change while the run goes on."""
         sha, dirty = run_folder.git_state()
         disabled = self._config["tracking"]["mode"] == "disabled"
+        backend = self._config["backend"]["name"]
         return {
             "mode": self._config["mode"],
             "recording": self._config["recording"],
             "experiment": self._config["experiment_name"],
             "strategy": strategy,
             "seed": self._config["seed"],
-            "engine": self._config["engine"]["name"],
+            "engine": self._config["engine"]["name"] if backend == "local" else backend,
             "pause_mode": self._config["schedule"]["pause_mode"],
             "old_log_prob": self._config["algorithm"]["old_log_prob"],
             "config_hash": run_folder.config_hash(self._config),
@@ -197,7 +200,7 @@ class Tracker:
         summary: dict[str, Any] = {
             "status": status,
             "error": error,
-            "steps": len(self._metrics.rows),
+            "steps": self._last_step if self._config["mode"] == "train" else len(self._metrics.rows),
             **head,
             "host": run_folder.host_facts(self._device),
             "seconds": round(seconds, 3),
