@@ -210,8 +210,9 @@ def _history_table(read: Sequence[tuple[Found, History]]) -> pd.DataFrame:
     table = pd.DataFrame(values.T, columns=keys, copy=False)
     names = [_name(run) for run, _ in read]
     arms = [run.strategy for run, _ in read]
-    table.insert(0, "run", pd.Categorical(np.repeat(names, lengths), categories=names))
-    table.insert(1, "strategy", pd.Categorical(np.repeat(arms, lengths), categories=list(dict.fromkeys(arms))))
+    table.insert(0, "run", pd.Series(pd.Categorical(np.repeat(names, lengths), categories=names)))
+    categories = list(dict.fromkeys(arms))
+    table.insert(1, "strategy", pd.Series(pd.Categorical(np.repeat(arms, lengths), categories=categories)))
     table.insert(2, "seed", np.repeat([run.seed for run, _ in read], lengths))
     table.insert(3, STEP, np.concatenate([history.steps for _, history in read]))
     return table

@@ -117,7 +117,7 @@ def direction(metric: str, reduce: str) -> Direction:
     A spread over the updates is better low where the metric itself is, and for `actor/ppo_kl`.
     """
     base = metric.split("_by_")[0]
-    ends = [end for pattern, end in _DIRECTIONS if re.search(pattern, base)]
+    ends: list[Direction] = [end for pattern, end in _DIRECTIONS if re.search(pattern, base)]
     if reduce == "sd":
         return "lower" if ends[:1] == ["lower"] or base.endswith("/ppo_kl") else "none"
     return ends[0] if ends else "none"

@@ -39,11 +39,12 @@ def completeness(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> pd.Da
     excluded = runs.excluded.groupby("run")["reason"].agg("; ".join)
     by_cell: dict[tuple[str, int], list[str]] = {cell: [] for cell in itertools.product(arms, seeds)}
     planned = set(by_cell)
-    for run, facts in runs.runs.iterrows():
-        by_cell.setdefault((str(facts["strategy"]), int(facts["seed"])), []).append(str(run))
+    rows_by_name = {str(run): facts for run, facts in runs.runs.iterrows()}
+    for run, facts in rows_by_name.items():
+        by_cell.setdefault((str(facts["strategy"]), int(facts["seed"])), []).append(run)
     rows = []
     for (strategy, seed), names in by_cell.items():
-        notes = [reason for name in names if (reason := unusable(runs.runs.loc[name]))]
+        notes = [reason for name in names if (reason := unusable(rows_by_name[name]))]
         reason = excluded.get(f"{strategy}-s{seed}")  # the name that load_runs would give
         if not names and reason:
             notes.append(str(reason))

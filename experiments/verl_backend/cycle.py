@@ -16,7 +16,7 @@ from experiments.metrics import route_keys as m
 from experiments.metrics.ratio_keys import GAP_MISSING
 from experiments.metrics.registry import undeclared
 from experiments.metrics.rewards import reward_metrics
-from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.staleness import staleness_metrics
 from experiments.verl_backend.merging import FLAGS, without_rows
 from experiments.verl_backend.statistics import RatioStatistics
 from strategies.types import Rollout
@@ -128,7 +128,7 @@ class CycleMetrics:
         _, groups = np.unique(np.array(self._groups, dtype=str), return_inverse=True)
         out = reward_metrics(np.array(self._rewards), groups, lengths, np.inf, self._max_response_tokens)
         del out[m.REWARD_SOLVED]  # what a full reward is, verl's reward functions do not say
-        out |= staleness_metrics(self._rollouts, self._trainer_version, LoopCounts(retractions=0))
+        out |= staleness_metrics(self._rollouts, self._trainer_version, retractions=0)
         del out[m.STALE_RETRACTIONS]  # not in verl's answers
         return out
 

@@ -14,7 +14,7 @@ from experiments.check import ConfigError
 from experiments.metrics.metric import PERCENTILES
 from experiments.metrics.ratios import gap_metrics, ppo_metrics
 from experiments.metrics.registry import undeclared
-from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.staleness import staleness_metrics
 from experiments.metrics.tokens import TokenTable
 from experiments.schema import AlgorithmConfig, RatioLevel
 from experiments.verl_backend.columns import token_column, token_table
@@ -415,7 +415,7 @@ def test_a_cycle_gives_what_the_local_loop_logs_of_rollouts_and_starts_again():
     assert values["gap/missing_log_probs"] == 1.0
     assert values["merge/replace/abs"] == 0.5
     assert (values["reward/mean"], values["reward/flat_group_frac"]) == (0.5, 0.5)
-    for key, value in staleness_metrics(of, 4, LoopCounts(0)).items():
+    for key, value in staleness_metrics(of, 4, 0).items():
         assert key == "stale/retractions" or values[key] == value
 
 
