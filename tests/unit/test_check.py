@@ -109,7 +109,7 @@ def test_shadow_strategies_are_built_and_checked_too():
     [
         ([], "disk"),
         (["engine.url=http://127.0.0.1:1"], "disk"),
-        (["engine.url=http://[::1]:1"], "disk"),
+        (["engine.url='http://[::1]:1'"], "disk"),
         (["engine.url=http://localhost:1"], "disk"),
         (["engine.url=http://10.0.0.7:1"], "gloo"),
         (["engine.url=http://node7:1"], "gloo"),
