@@ -10,127 +10,57 @@ import time
 
 STARTED = time.perf_counter()
 
-import shlex
 import sys
-from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from experiments import check, schema, score_plan
+from experiments import check, command_line, schema
+from experiments.run_dir import claim, claimed_elsewhere, write_composition
 
-CONF = Path(__file__).resolve().parent / "conf"
-
-schema.register()
-
-starts = [STARTED]
-"""When the next job of this process began, `time.perf_counter()`: only the first one waited for the imports above."""
-
-failed_jobs: list[Path] = []
-"""Run directories of a sweep's jobs that failed; the others run all the same."""
+command_line.register()
 
 
-def jobs(overrides: list[str]) -> list[list[str]]:
-    """Returns the overrides of every job of a sweep: the product over all values of swept keys, as Hydra's basic
-    sweeper makes it.
-    """
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    choices = []
-    for override in parsed:
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            choices.append([override.input_line or ""])
-    return [list(job) for job in product(*choices)]
-
-
-def precheck(argv: list[str]) -> None:
-    """Composes and checks every job of the command line.
+def run_job(node: DictConfig, started: float | None = None) -> int:
+    """Runs the job that Hydra composed and returns its exit code; `started` is `time.perf_counter()` at its beginning.
 
     Raises:
-        check.ConfigError: the first job that cannot run, with the reason in one line.
+        check.ConfigError: it cannot run.
     """
-    args = get_args_parser().parse_args(argv)
-    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-        return
-    overrides: list[str] = args.overrides
-    if args.config_dir:
-        overrides = [*overrides, f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"]
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            for job in jobs(overrides) if args.multirun else [overrides]:
-                config = check.load(hydra.compose(args.config_name or "config", overrides=job))
-                strategy, _ = check.build_strategies(config)
-                check.check(config, strategy)
-                if config.mode is schema.Mode.score:
-                    score_plan.refuse_unread_keys(job)
-                    score_plan.score_plan(config)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise check.ConfigError(_reason(error)) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Returns Hydra's message and its cause in one line, without its advice (search paths, `+key`) and type dumps."""
-    text = str(error)
-    if error.__cause__ is not None and str(error.__cause__) not in text:
-        text = f"{text.rstrip('.')}: {error.__cause__}"
-    advice = ("object_type=", "reference_type=", "full_key:", "To append")
-    lines = [line for line in text.splitlines() if not line.strip().startswith(advice)]
-    return " ".join(" ".join(lines).split("Config search path")[0].split())
-
-
-def own_command(overrides: list[str]) -> str:
-    """Returns the command that runs one job again: of a sweep, that job alone."""
-    args = get_args_parser().parse_args(sys.argv[1:])
-    config_dir = ["--config-dir", args.config_dir] if args.config_dir else []
-    return shlex.join(["python", "run.py", *config_dir, *overrides])
-
-
-@hydra.main(config_path="conf", config_name="config", version_base="1.3")
-def main(node: DictConfig) -> None:
-    """One job."""
+    started = time.perf_counter() if started is None else started
     config = check.load(node)
     hydra_config = HydraConfig.get()
-    run_dir = Path(hydra_config.runtime.output_dir)
+    command = command_line.own_command(hydra_config)
+    run_dir, strategy_name = Path(hydra_config.runtime.output_dir), hydra_config.runtime.choices["strategy"]
     if config.backend.name == "verl":
         from experiments.verl_backend.launch import Job as ClusterJob
         from experiments.verl_backend.launch import launch as launch_on_cluster
 
-        try:
-            status = launch_on_cluster(ClusterJob(config, node, hydra_config.runtime.choices["strategy"], run_dir))
-        except check.ConfigError as error:
-            refuse(error)
-        if status:
-            sys.exit(status)
-        return
-    from experiments.launch import FAILED, Job, launch  # torch, megatron-core and transformers, only now
+        write_composition(run_dir, node)
+        return launch_on_cluster(ClusterJob(config, node, strategy_name, run_dir, command))
+    from experiments.launch import Job, launch  # torch, megatron-core and transformers, only now
     from experiments.score import score
 
+    job = Job(config, node, strategy_name, run_dir, started, command)
+    return score(job) if config.mode is schema.Mode.score else launch(job)
+
+
+@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+def main(node: DictConfig) -> None:
+    """A single run."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        status = (score if config.mode is schema.Mode.score else launch)(
-            Job(
-                config,
-                node,
-                strategy_name=hydra_config.runtime.choices["strategy"],
-                run_dir=run_dir,
-                started=starts.pop() if starts else time.perf_counter(),
-                command=own_command(hydra_config.overrides.task),
-            )
-        )
+        with claim(run_dir) as claimed:
+            if claimed is None:
+                raise claimed_elsewhere(run_dir)
+            status = run_job(node, STARTED)
+            claimed.note({0: "completed", 130: "interrupted"}.get(status, "failed"))
     except check.ConfigError as error:
         refuse(error)
-    if status == FAILED and hydra_config.mode is RunMode.MULTIRUN:
-        failed_jobs.append(run_dir)
-    elif status:
+    if status:
         sys.exit(status)
 
 
@@ -142,10 +72,11 @@ def refuse(error: check.ConfigError) -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        precheck(sys.argv[1:])
+        sweep = command_line.precheck(sys.argv[1:])
+        if sweep is not None:
+            from experiments.sweep import run_sweep
+
+            sys.exit(run_sweep(sweep, run_job))
     except check.ConfigError as error:
         refuse(error)
     main()
-    if failed_jobs:
-        print(f"run.py: {len(failed_jobs)} jobs failed: {', '.join(map(str, failed_jobs))}", file=sys.stderr)
-        sys.exit(1)

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -18,10 +17,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from analysis.compare import MIN_SEEDS, sign_flip, smallest_p
-
-if TYPE_CHECKING:
-    from analysis.plan import Criterion
-    from analysis.runs import Runs
+from analysis.plan import Criterion
+from analysis.runs import Runs
 
 type Float = NDArray[np.float64]
 

@@ -105,7 +105,17 @@ def _run_directory(folder: Path) -> Found | Unusable:
         return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {error}")
     except (KeyError, TypeError, AttributeError) as error:
         return Unusable(str(folder), f"summary.json is none of this project: {type(error).__name__} {error}")
-    facts = ("config_hash", "git_sha", "git_dirty", "seconds", "engine", "pause_mode", "old_log_prob", "command")
+    facts = (
+        "error",
+        "config_hash",
+        "git_sha",
+        "git_dirty",
+        "seconds",
+        "engine",
+        "pause_mode",
+        "old_log_prob",
+        "command",
+    )
     host = {f"host.{key}": value for key, value in (summary.get("host") or {}).items()}
     commit = {key: summary.get(key) for key in ("git_sha", "git_dirty")}
     return Found(

@@ -210,9 +210,9 @@ def _history_table(read: Sequence[tuple[Found, History]]) -> pd.DataFrame:
     table = pd.DataFrame(values.T, columns=keys, copy=False)
     names = [_name(run) for run, _ in read]
     arms = [run.strategy for run, _ in read]
-    for position, (column, labels) in enumerate({"run": names, "strategy": arms}.items()):
-        categories = pd.Categorical(np.repeat(labels, lengths), categories=list(dict.fromkeys(labels)))
-        table.insert(position, column, pd.Series(categories))
+    table.insert(0, "run", pd.Series(pd.Categorical(np.repeat(names, lengths), categories=names)))
+    categories = list(dict.fromkeys(arms))
+    table.insert(1, "strategy", pd.Series(pd.Categorical(np.repeat(arms, lengths), categories=categories)))
     table.insert(2, "seed", np.repeat([run.seed for run, _ in read], lengths))
     table.insert(3, STEP, np.concatenate([history.steps for _, history in read]))
     return table

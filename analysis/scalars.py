@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from analysis.runs import Runs
+from analysis.runs import Runs
 
 type Float = NDArray[np.float64]
 
@@ -118,7 +117,7 @@ def direction(metric: str, reduce: str) -> Direction:
     A spread over the updates is better low where the metric itself is, and for `actor/ppo_kl`.
     """
     base = metric.split("_by_")[0]
-    ends = [end for pattern, end in _DIRECTIONS if re.search(pattern, base)]
+    ends: list[Direction] = [end for pattern, end in _DIRECTIONS if re.search(pattern, base)]
     if reduce == "sd":
         return "lower" if ends[:1] == ["lower"] or base.endswith("/ppo_kl") else "none"
     return ends[0] if ends else "none"

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -15,12 +14,10 @@ from analysis import study_tables as tables
 from analysis.compare import CONFIRMATORY_SEEDS, LEVEL, MIN_SEEDS, RESAMPLES, PairedDifference, paired
 from analysis.differences import differences
 from analysis.plan import ALPHA, CRITERIA, Plan
+from analysis.runs import Runs
 from analysis.scalars import scalars
 from analysis.study_tables import Key
 from analysis.verdict import Verdict, family_warning, interval_warning, verdicts
-
-if TYPE_CHECKING:
-    from analysis.runs import Runs
 
 SECONDARY: tuple[Key, ...] = (
     ("gap/abs", "mean"),

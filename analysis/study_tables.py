@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -22,10 +21,8 @@ from analysis.compare import (
     probability_of_improvement,
 )
 from analysis.power import detectable_effect, statement
+from analysis.runs import Runs
 from analysis.scalars import direction, scalars, unusable
-
-if TYPE_CHECKING:
-    from analysis.runs import Runs
 
 type Key = tuple[str, str]
 """Metric and reduction."""
@@ -42,11 +39,12 @@ def completeness(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> pd.Da
     excluded = runs.excluded.groupby("run")["reason"].agg("; ".join)
     by_cell: dict[tuple[str, int], list[str]] = {cell: [] for cell in itertools.product(arms, seeds)}
     planned = set(by_cell)
-    for run, facts in runs.runs.iterrows():
-        by_cell.setdefault((str(facts["strategy"]), int(facts["seed"])), []).append(str(run))
+    rows_by_name = {str(run): facts for run, facts in runs.runs.iterrows()}
+    for run, facts in rows_by_name.items():
+        by_cell.setdefault((str(facts["strategy"]), int(facts["seed"])), []).append(run)
     rows = []
     for (strategy, seed), names in by_cell.items():
-        notes = [reason for name in names if (reason := unusable(runs.runs.loc[name]))]
+        notes = [reason for name in names if (reason := unusable(rows_by_name[name]))]
         reason = excluded.get(f"{strategy}-s{seed}")  # the name that load_runs would give
         if not names and reason:
             notes.append(str(reason))

@@ -73,6 +73,13 @@ class SampleQueue:
             await self._changed.wait()
         raise Interrupted
 
+    async def interrupted(self) -> None:
+        """Returns when `interrupt` was called. Not while another coroutine waits in `take`."""
+        self._loop = asyncio.get_running_loop()
+        while not self._interrupted:
+            self._changed.clear()
+            await self._changed.wait()
+
     @property
     def groups(self) -> list[list[Sample]]:
         """What waits, oldest first."""

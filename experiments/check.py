@@ -6,17 +6,20 @@ Every message names the config keys, what they hold and what would be right. Not
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.recording import FOLDER, INDEX
-from experiments.schema import ClockKind, Config, Mode, Pause, RatioLevel, ResumeRows
+from experiments.schema import ClockKind, Config, EngineConfig, Mode, Pause, RatioLevel, ResumeRows, WeightTransport
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
@@ -368,10 +371,41 @@ def _engine(config: Config) -> Iterator[tuple[bool, str]]:
         "requests would be served from the KV cache of older weights",
     )
     yield s.device not in ("auto", "cpu", "cuda"), f"`engine.server.device` must be auto, cpu or cuda, not {s.device}"
+    yield (
+        weight_transport(e) is WeightTransport.disk and not _shares_files(e),
+        f"`engine.server.transport=disk` needs `engine.server.publish_dir`: the server at {e.url} does not see this "
+        "machine's memory; name a folder that both see, or use transport=gloo",
+    )
+    for key, device in (("trainer", config.trainer.device), ("engine.server", s.device)):
+        yield (
+            s.transport is WeightTransport.nccl and device == "cpu",
+            f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{key}.device=cpu`; "
+            "use transport=gloo",
+        )
     yield not 0 <= s.port < 65536, f"`engine.server.port` must lie in 0..65535, not {s.port}"
     yield s.max_restarts < 0, f"`engine.server.max_restarts` must not be negative, not {s.max_restarts}"
     for name in ("start_timeout_s", "request_timeout_s"):
         yield getattr(s, name) <= 0, f"`engine.server.{name}` must be positive, not {getattr(s, name)}"
+
+
+def weight_transport(engine: EngineConfig) -> WeightTransport:
+    """Returns what `engine.server.transport` means for this server: never `auto`."""
+    assert engine.server is not None
+    if engine.server.transport is not WeightTransport.auto:
+        return engine.server.transport
+    return WeightTransport.disk if _shares_files(engine) else WeightTransport.gloo
+
+
+def _shares_files(engine: EngineConfig) -> bool:
+    """Says whether the server sees the folder that weights are written to, as far as the configuration can tell."""
+    assert engine.server is not None
+    if engine.url is None or engine.server.publish_dir is not None:
+        return True
+    host = urlsplit(engine.url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", socket.gethostname())
 
 
 def _name(strategy: MergeStrategy) -> str:

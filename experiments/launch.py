@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checkpoint
 from experiments.buffer import Admission, Interrupted, SampleQueue
-from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies, check_names
+from experiments.check import CHECKPOINT_FILE, ConfigError, build_strategies, check_names, weight_transport
 from experiments.clock import Clock, VirtualClock, WallClock
 from experiments.engines.base import Engine
 from experiments.engines.embedded import EmbeddedEngine
@@ -31,12 +31,14 @@ from experiments.loop import Learner, Loop, LoopSettings, Progress, first_error
 from experiments.qwen3_moe import qwen3_moe_config
 from experiments.recorder import RecordingLearner, start_recording
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
-from experiments.schema import ClockKind, Config, ResumeRows
+from experiments.run_dir import write_composition
+from experiments.schema import ClockKind, Config, ResumeRows, WeightTransport
 from experiments.shadow import ShadowPlan, ShadowScorer
 from experiments.summary import closing_table
 from experiments.tasks.task import Task, load_task
 from experiments.timing import Stopwatch, Totals
 from experiments.tracking import Tracker
+from experiments.tracking.run_folder import flatten
 from experiments.trainers.convert import check_supported
 from experiments.trainers.megatron import MegatronTrainer
 from experiments.trainers.runtime import resolve_device
@@ -83,6 +85,7 @@ def launch(job: Job) -> int:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     with as_config_errors():
         check_names(job.strategy_name, config)
+        _check_devices(config)
         saved = _saved(job)
         task = load_task(config.task, config.seed, config.model.checkpoint)
         check_supported(qwen3_moe_config(config.model, task.tokenizer.vocab_size))
@@ -94,9 +97,25 @@ def launch(job: Job) -> int:
             command=job.command,
             resume_after=saved["progress"]["step"] if saved else None,
         )
+        write_composition(job.run_dir, job.node)
     interrupt = Interrupt()
     with interruptible(interrupt):
         return supervise(tracker, lambda: _train(job, task, tracker, saved, interrupt), closing_table)
+
+
+def _check_devices(config: Config) -> None:
+    """Refuses weights from GPU to GPU where the trainer has none.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    device = resolve_device(config.trainer.device)
+    server = config.engine.server
+    if server is not None and server.transport is WeightTransport.nccl and device.type != "cuda":
+        raise ConfigError(
+            f"`engine.server.transport=nccl` needs a trainer on CUDA; `trainer.device={config.trainer.device}` is "
+            f"{device.type} here; use transport=gloo"
+        )
 
 
 def _train(job: Job, task: Task, tracker: Tracker, saved: dict[str, Any] | None, interrupt: Interrupt) -> None:
@@ -155,17 +174,12 @@ def _saved(job: Job) -> dict[str, Any] | None:
 
 def _comparable(node: DictConfig) -> dict[str, str]:
     """Returns the configuration flattened to `dotted.key: text`, without the keys that a resumed run may change."""
-    flat: dict[str, str] = {}
-
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, item in value.items():
-                visit(item, f"{path}.{key}" if path else str(key))
-        elif not any(path == key or path.startswith(f"{key}.") for key in CHANGEABLE):
-            flat[path] = str(value)
-
-    visit(OmegaConf.to_container(node, resolve=True, enum_to_str=True), "")
-    return flat
+    flat = flatten(OmegaConf.to_container(node, resolve=True, enum_to_str=True))
+    return {
+        path: text
+        for path, text in flat.items()
+        if not any(path == key or path.startswith(f"{key}.") for key in CHANGEABLE)
+    }
 
 
 def _build(
@@ -233,6 +247,7 @@ def _engine(job: Job, model: PreparedModel, task: Task, clock: Clock, device: to
         return build_sglang_engine(
             model.config,
             engine=config.engine,
+            transport=weight_transport(config.engine),
             sampling=config.sampling,
             pause_mode=config.schedule.pause_mode,
             stop_ids=[task.tokenizer.eos_id],

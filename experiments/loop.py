@@ -119,22 +119,22 @@ class Loop:
         """Trains until `settings.steps` updates are taken.
 
         Raises:
-            Interrupted: the user asked to stop; a checkpoint has been saved.
-            EngineLost: so has one; the run can be resumed with a new engine.
-            ExceptionGroup: whatever went wrong in the loop, the engine or a rollout.
+            Interrupted: the user asked to stop; a checkpoint has been saved, unless the engine was still starting.
+            EngineLost: the engine is gone; so has one.
+            ExceptionGroup: what went wrong in a rollout, e.g. a reply that breaks the contract; so has one.
+            Exception: what went wrong in an update, of which no checkpoint can be made.
         """
         if self._published is None:
             self._published = self._trainer.weights()
         if self._history is not None:
             self._history.publish(self.progress.version, self._published)
-        await self._engine.start(self._published, self.progress.version)
-        self._stopwatch.begin()
         try:
+            await self._start_engine()
+            self._stopwatch.begin()
             rollouts = asyncio.create_task(self._rollouter.run(), name="rollouter")
             updates = asyncio.create_task(self._train(), name="trainer")
             await asyncio.wait({rollouts, updates}, return_when=asyncio.FIRST_COMPLETED)
-            failure = rollouts.exception() if rollouts.done() else None
-            if failure is not None and isinstance(first_error(failure), EngineLost):
+            if rollouts.done() and not updates.done():  # never without an error
                 self._queue.interrupt()  # the update in progress ends, a checkpoint is saved
                 await asyncio.wait({updates})
             for task in (rollouts, updates):
@@ -145,6 +145,25 @@ class Loop:
                 raise errors[0]
         finally:
             await self._engine.close()
+
+    async def _start_engine(self) -> None:
+        """Brings the engine up, unless the user asks to stop first.
+
+        Raises:
+            Interrupted: the user did.
+        """
+        assert self._published is not None
+        start = asyncio.create_task(self._engine.start(self._published, self.progress.version), name="engine start")
+        stop = asyncio.create_task(self._queue.interrupted(), name="interrupt")
+        try:
+            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                raise Interrupted
+            await start
+        finally:
+            for task in (start, stop):
+                task.cancel()
+            await asyncio.gather(start, stop, return_exceptions=True)
 
     async def _train(self) -> None:
         settings, progress = self._settings, self.progress

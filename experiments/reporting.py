@@ -17,7 +17,7 @@ from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
 from experiments.metrics.route_keys import ROW_BYTES
 from experiments.metrics.routes import churn, churn_metrics
-from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.staleness import staleness_metrics
 from experiments.metrics.tokens import TokenTable
 from experiments.schema import AlgorithmConfig
 from experiments.trainers.base import UpdateResult
@@ -82,7 +82,7 @@ def update_metrics(record: UpdateRecord, algorithm: AlgorithmConfig, max_respons
     )
     out |= gap_metrics(table, algorithm.importance_weight_cap) | best_shift(table)
     out |= ppo_metrics([_mini_step_table(record, rollouts, step) for step in record.mini_steps], algorithm)
-    out |= staleness_metrics(rollouts, record.trainer_version, LoopCounts(_retractions(record)))
+    out |= staleness_metrics(rollouts, record.trainer_version, _retractions(record))
     out |= churn_metrics(churn(rollouts))
     out |= replay_metrics(
         reduce(add, (result.replay for result in results)),

@@ -59,6 +59,15 @@ class ResumeRows(Enum):
     pinned = "pinned"  # those that were recorded when the position was first fed
 
 
+class WeightTransport(Enum):
+    """How weights reach an SGLang server (docs/sglang.md)."""
+
+    auto = "auto"  # disk where the server certainly sees the same file system, else gloo
+    disk = "disk"
+    gloo = "gloo"  # broadcast, through host memory
+    nccl = "nccl"  # broadcast, from GPU to GPU
+
+
 class TrackingMode(Enum):
     """Where W&B writes. `metrics.jsonl` and `summary.json` are always written."""
 
@@ -76,7 +85,9 @@ class DType(Enum):
 
 @dataclass
 class ServerConfig:
-    """The SGLang server of `engine=sglang`; of one given by `engine.url` only the timeout and `publish_dir` matter."""
+    """The SGLang server of `engine=sglang`; of one given by `engine.url` only `request_timeout_s`, `transport` and
+    `publish_dir` matter.
+    """
 
     device: str = MISSING  # auto, cpu, cuda
     host: str = MISSING  # address to listen on
@@ -86,6 +97,7 @@ class ServerConfig:
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING  # a request without an answer for so long counts as hung
     max_restarts: int = MISSING  # of a server of ours that died
+    transport: WeightTransport = MISSING
     publish_dir: str | None = MISSING  # where weights are written for the server; null: shared memory
     cache_dir: str | None = MISSING  # of the server's Python environment; null: the user cache folder
 

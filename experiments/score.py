@@ -20,6 +20,7 @@ from experiments.launch import Interrupt, Job, as_config_errors, interruptible, 
 from experiments.learner import needs_own_scores
 from experiments.metrics.ratios import shadow_metrics
 from experiments.recording import RecordedUpdate, Recording
+from experiments.run_dir import write_composition
 from experiments.schema import OldLogProb
 from experiments.score_plan import ScorePlan, score_plan
 from experiments.scoring import BatchScorer, freeze_live_rows, merge
@@ -53,6 +54,7 @@ def score(job: Job) -> int:
             command=job.command,
             resume_after=None,
         )
+        write_composition(job.run_dir, plan.node)
     with interruptible(Interrupt()):
         return supervise(tracker, lambda: _score(plan, model, tracker), lambda summary: _closing(plan, summary))
 

@@ -28,7 +28,7 @@ Views = list[list[ReplayView]]
 @dataclass(frozen=True)
 class ShadowPlan:
     """Every `every` updates (0: never) the batch is also scored under `strategies` (name -> strategy) and the exact
-    views; those of them whose number is a multiple of `probe_every` are probed too.
+    views; those of them whose number is a multiple of `probe_every` (0: none) are probed too.
     """
 
     every: int
@@ -43,7 +43,7 @@ class ShadowPlan:
 
     def probes(self, step: int) -> bool:
         """Says whether update `step`, counted from 0, is probed if it is scored."""
-        return step % self.probe_every == 0
+        return self.probe_every > 0 and step % self.probe_every == 0
 
 
 @dataclass(frozen=True, eq=False)

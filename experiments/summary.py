@@ -50,8 +50,8 @@ def closing_table(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def comparison_table(summaries: Sequence[Summary]) -> str:
-    """Returns one row per run, in the given order, and the command that made each."""
+def comparison_table(summaries: Sequence[Summary], *, commands: bool = True) -> str:
+    """Returns one row per run, in the given order, and with `commands` the command that made each."""
     rows = [_TITLES, *(_comparison_row(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
     lines = []
@@ -63,9 +63,10 @@ def comparison_table(summaries: Sequence[Summary]) -> str:
         "",
         "kl: actor/ppo_kl; clip, ESS, |gap| (log ratio trainer - engine), |merge|: means over the updates;",
         "reward: means over the first and the last fifth of the updates. - : not logged.",
-        "",
-        *(f"{summary['strategy']}, seed {summary['seed']}:  {summary['command']}" for summary in summaries),
     ]
+    if commands:
+        made = (f"{summary['strategy']}, seed {summary['seed']}:  {summary['command']}" for summary in summaries)
+        lines += ["", *made]
     return "\n".join(lines)
 
 

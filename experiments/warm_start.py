@@ -141,6 +141,8 @@ def _cached_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool) ->
                 return entry
             log.warning("warm start: %s is damaged (%s): training it again", entry, fault)
             shutil.rmtree(entry)
+        for abandoned in root.glob(f"{entry.name}.building-*"):  # its writer was killed: nobody else holds the lock
+            shutil.rmtree(abandoned)
         building = Path(tempfile.mkdtemp(prefix=f"{entry.name}.building-", dir=root))
         try:
             _build(model_cfg, task, settings, building, progress=progress)

@@ -167,7 +167,7 @@ def ppo_metrics(mini_steps: Sequence[TokenTable], settings: AlgorithmConfig) -> 
 def _update_metrics(table: TokenTable, settings: AlgorithmConfig) -> dict[str, float]:
     x = table.log_probs - table.old_log_probs
     buckets = Buckets.of(table, TOKEN_SPLITS)
-    clipped, lower = _clip_flags(table, settings)
+    clipped, lower = clip_flags(table, settings)
     drop = np.exp(table.rollout_log_probs) - np.exp(table.log_probs)
     sequence_ratio = np.exp(clamp(table.per_sequence_mean(x)))
     out = ppo_statistics(LogRatioSums.of(x, table.rollout, settings.importance_weight_cap), Exact(x))
@@ -239,15 +239,19 @@ def _mini_step_metrics(label: str, table: TokenTable, settings: AlgorithmConfig)
     return {
         m.PPO_KL.by("mini_step", label): float(-clamp(x).mean()),
         m.PPO_KL_K3.by("mini_step", label): float(k3(x).mean()),
-        m.PG_CLIPFRAC.by("mini_step", label): float(_clip_flags(table, settings)[0].mean()),
+        m.PG_CLIPFRAC.by("mini_step", label): float(clip_flags(table, settings)[0].mean()),
         m.RATIO_ESS.by("mini_step", label).format(ratio="ppo_ratio"): float(
             weight.sum() ** 2 / (x.size * (weight @ weight))
         ),
     }
 
 
-def _clip_flags(table: TokenTable, settings: AlgorithmConfig) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns bool `[N]` twice: the clipped loss exceeds the plain one; the dual clip is active (token level)."""
+def clip_flags(table: TokenTable, settings: AlgorithmConfig) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Returns bool `[N]` twice: the clipped loss exceeds the plain one; the dual clip is active (token level).
+
+    Args:
+        settings: clip_low, clip_high, dual_clip, ratio_level are read.
+    """
     x = table.log_probs - table.old_log_probs
     advantages = table.advantages
     if settings.ratio_level is RatioLevel.sequence:

@@ -205,6 +205,21 @@ REPLAY_REPEATED = Metric(
     "replay/repeated_rows", "replayed rows inside a run of 8 or more equal rows", "rows", ">= 0", "count", healthy="0"
 )
 
+# Where rows came from, counted by the cluster back end, whose engines answer more freely (docs/verl.md).
+REPLAY_ROLLOUTS = _count("replay/rollouts", "rollouts of the update")
+REPLAY_INCOMPLETE = _count("replay/incomplete_rollouts", "rollouts without the rows that the strategy needs")
+REPLAY_LIVE_ROLLOUTS = _count("replay/live_rollouts", "those of them that the trainer's own router decided for")
+REPLAY_REFUSED_CALLS = _count("replay/refused_calls", "calls whose rows failed a check and count as missing")
+REPLAY_SURPLUS_CALLS = _count(
+    "replay/surplus_row_calls", "calls that also returned the row of the last sampled token, which is set aside"
+)
+REPLAY_PHANTOM_CALLS = _count(
+    "replay/phantom_log_prob_calls", "calls with a log-prob of a token that they did not return; it is left out"
+)
+REPLAY_NO_LOG_PROB_CALLS = _count(
+    "replay/missing_log_prob_calls", "calls in which a token has no log-prob; it carries no loss"
+)
+
 # Staleness and partial rollouts, over generated tokens of the batch's rollouts; the unit is the weight version.
 STALE_AGE_MEAN = Metric(
     "stale/age_mean",
@@ -240,14 +255,6 @@ STALE_EMPTY_ABORTS = _count("stale/empty_aborts", "aborted calls that generated 
 STALE_RETRACTIONS = _count("stale/retractions", "requests put back into the engine's queue inside a call")
 STALE_MIXED_CALLS = _count(
     "stale/mixed_version_calls", "calls with tokens of two or more versions, or a prefix recomputed inside the call"
-)
-STALE_CACHED = Metric(
-    "stale/cached_tokens_unknown",
-    "prefix tokens served from a cache that may predate the weights",
-    "tokens",
-    ">= 0",
-    "count",
-    healthy="0",
 )
 STALE_RESUMED = Metric(
     "stale/resumed_tokens", "generated tokens in the inputs of calls after the first", "tokens", ">= 0", "count"

@@ -7,7 +7,6 @@ equal rollouts. The unit is the weight version; an unknown version is neither 0 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,26 +14,13 @@ from experiments.metrics import route_keys as m
 from strategies.types import UNKNOWN_VERSION, Rollout
 
 
-@dataclass(frozen=True)
-class LoopCounts:
-    """What rollouts do not record.
-
-    Attributes:
-        retractions: requests put back into the engine's queue, over the batch's calls.
-        cached_tokens_unknown: prefix tokens from a cache that may predate the weights; None where the engine has no
-            such cache.
-    """
-
-    retractions: int
-    cached_tokens_unknown: int | None = None
-
-
-def staleness_metrics(rollouts: Sequence[Rollout], trainer_version: int, counts: LoopCounts) -> dict[str, float]:
+def staleness_metrics(rollouts: Sequence[Rollout], trainer_version: int, retractions: int) -> dict[str, float]:
     """Returns `stale/*` and `fully_async/*`.
 
     Args:
         rollouts: the batch, at least one.
         trainer_version: weight version of the trainer at the update.
+        retractions: requests put back into the engine's queue, over the batch's calls; rollouts do not record them.
 
     Raises:
         ValueError: no rollout.
@@ -67,14 +53,12 @@ def staleness_metrics(rollouts: Sequence[Rollout], trainer_version: int, counts:
         m.PARTIAL_RATIO: partial / len(rollouts),
         m.PARTIAL_TOTAL: partial,
         m.PARTIAL_SPAN: int(span.max()),
-        m.STALE_RETRACTIONS: counts.retractions,
+        m.STALE_RETRACTIONS: retractions,
     }
     if version.size:
         out |= {m.STALE_COVERAGE: float(known.mean()), m.STALE_MULTI_TOKENS: float((span[owner] > 0).mean())}
     if age.size:
         out |= {m.STALE_AGE_MEAN: float(age.mean()), m.STALE_AGE_MAX: int(age.max())}
-    if counts.cached_tokens_unknown is not None:
-        out[m.STALE_CACHED] = counts.cached_tokens_unknown
     for number in (1, 2, 3):
         out[m.STALE_SEGMENTS.format(segments=number)] = int((segments == number).sum())
     out[m.STALE_SEGMENTS.format(segments="4plus")] = int((segments >= 4).sum())

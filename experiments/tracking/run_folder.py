@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig, OmegaConf
 
 type Row = dict[str, Any]
 
@@ -37,10 +38,12 @@ _RECORDED_PACKAGES = (
     "hydra-core",
     "wandb",
     "reasoning-gym",
+    "verl",
+    "sglang",
 )
 
 # Where a run writes and what it calls itself in W&B does not change its numbers.
-_NOT_HASHED = (("tracking",), ("resume",), ("record",), ("task", "warm_start", "cache_dir"))
+NOT_HASHED = (("tracking",), ("resume",), ("record",), ("task", "warm_start", "cache_dir"))
 
 
 def clean_row(step: int, metrics: Mapping[str, float]) -> Row:
@@ -183,10 +186,30 @@ def summarise(*files: JsonLines) -> dict[str, dict[str, float]]:
     return {key: statistics(columns[key]) for key in sorted(columns)}
 
 
+def plain_config(config: DictConfig) -> dict[str, Any]:
+    """Returns the composed configuration resolved to plain JSON values, which is what `config_hash` reads.
+
+    Raises:
+        MissingMandatoryValue: a value is missing.
+    """
+    plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True, throw_on_missing=True)
+    return json.loads(json.dumps(plain))
+
+
+def flatten(config: Any, path: str = "") -> dict[str, str]:
+    """Returns nested mappings as `dotted.key: text`."""
+    if not isinstance(config, Mapping) or not config:
+        return {path: str(config)}
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{path}.{key}" if path else str(key))
+    return flat
+
+
 def config_hash(config: Mapping[str, Any]) -> str:
     """Returns 16 hex digits of the SHA-256 of the resolved configuration without paths and tracking, as sorted JSON."""
     kept = json.loads(json.dumps(config))
-    for path in _NOT_HASHED:
+    for path in NOT_HASHED:
         node = kept
         for key in path[:-1]:
             node = node.get(key, {})

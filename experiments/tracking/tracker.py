@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from experiments.decision import decide
 from experiments.metrics.route_keys import MERGE_EXCLUDED
@@ -51,8 +51,7 @@ class Tracker:
         self._started_s = time.monotonic()
         self._finished = False
         folder.mkdir(parents=True, exist_ok=True)
-        plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True, throw_on_missing=True)
-        self._config: dict[str, Any] = json.loads(json.dumps(plain))
+        self._config = run_folder.plain_config(config)
         self._summary_path = folder / "summary.json"
         earlier = self._earlier_summary(resume_after)
         self._metrics = JsonLines(folder / "metrics.jsonl", resume_after)
@@ -80,6 +79,7 @@ class Tracker:
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
         lines: Sequence[Mapping[str, Any]] = (),
+        shown: Mapping[str, float] | None = None,
     ) -> None:
         """Records update number `step`, 1 being the first; a bad row is refused before anything is written.
 
@@ -87,6 +87,7 @@ class Tracker:
             metrics: values that repeat with the seed, by the keys of experiments/metrics.
             timings: values that depend on the machine; every key starts with `time/`.
             lines: one per scored segment (experiments/shadow_report.py), when shadow scoring was due.
+            shown: further values for W&B alone.
 
         Raises:
             RuntimeError: a value is NaN or infinite, a key is in the wrong mapping, or `step` is not above the last.
@@ -107,7 +108,7 @@ class Tracker:
             for line in lines:
                 self._merge_errors.append(step, line)
         self._last_step = step
-        self._board.log({"step": step, **values, **seconds})
+        self._board.log({**(shown or {}), "step": step, **values, **seconds})
         self._progress.update(step, values)
 
     def finish(self, status: Status, error: str | None = None) -> dict[str, Any]:
@@ -150,13 +151,14 @@ class Tracker:
         """Returns the part of the summary that does not change while the run goes on."""
         sha, dirty = run_folder.git_state()
         disabled = self._config["tracking"]["mode"] == "disabled"
+        backend = self._config["backend"]["name"]
         return {
             "mode": self._config["mode"],
             "recording": self._config["recording"],
             "experiment": self._config["experiment_name"],
             "strategy": strategy,
             "seed": self._config["seed"],
-            "engine": self._config["engine"]["name"],
+            "engine": self._config["engine"]["name"] if backend == "local" else backend,
             "pause_mode": self._config["schedule"]["pause_mode"],
             "old_log_prob": self._config["algorithm"]["old_log_prob"],
             "config_hash": run_folder.config_hash(self._config),
@@ -198,7 +200,7 @@ class Tracker:
         summary: dict[str, Any] = {
             "status": status,
             "error": error,
-            "steps": len(self._metrics.rows),
+            "steps": self._last_step if self._config["mode"] == "train" else len(self._metrics.rows),
             **head,
             "host": run_folder.host_facts(self._device),
             "seconds": round(seconds, 3),

@@ -19,13 +19,12 @@ from experiments.verl_backend.client import RecordingClient, Trajectory
 from experiments.verl_backend.merging import FLAGS, Merged, Merging
 
 FLAGS_FIELD = "routemerge_flags"
-VERSIONS_FIELD = "routemerge_versions"
-SHADOW_FIELD = "routemerge_shadow"
-"""Fields of `extra_fields`, which become columns of verl's batch: int `[len(FLAGS)]`; int32 `[R]`; views by name."""
+ROLLOUT_FIELD = "routemerge_rollout"
+"""Fields of `extra_fields`, which become columns of verl's batch: int `[len(FLAGS)]`; the trajectory as a Rollout."""
 
 
-def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory, with_shadow: bool) -> None:
-    """Puts the merged rows, mask, versions and counters into verl's output of a trajectory."""
+def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory) -> None:
+    """Puts the merged rows, mask, counters and the trajectory itself into verl's output."""
     kept = len(merged.response_mask)
     output.response_ids = output.response_ids[:kept]
     output.response_mask = merged.response_mask.astype(int).tolist()
@@ -36,10 +35,8 @@ def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory
     if versions:
         output.extra_fields["min_global_steps"] = min(versions)
         output.extra_fields["max_global_steps"] = max(versions)
-    output.extra_fields[VERSIONS_FIELD] = merged.versions
+    output.extra_fields[ROLLOUT_FIELD] = merged.rollout
     output.extra_fields[FLAGS_FIELD] = np.array([merged.flags.get(flag, 0) for flag in FLAGS])
-    if with_shadow:
-        output.extra_fields[SHADOW_FIELD] = dict(merged.shadow)
 
 
 class _Merging:
@@ -62,7 +59,7 @@ class _Merging:
         trajectory = client.trajectory
         name = trajectory.calls[0].request_id.rpartition(".")[0] if trajectory.calls else "without a call"
         merged = self._merging.merge(name, output.prompt_ids, output.response_ids, trajectory.calls, trajectory.flags)
-        apply_merged(output, merged, trajectory, bool(self._merging.shadow))
+        apply_merged(output, merged, trajectory)
         return output
 
 

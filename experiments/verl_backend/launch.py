@@ -8,20 +8,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.check import ConfigError, build_strategies, strategy_nodes
+from experiments.check import ConfigError, build_strategies, check_names, strategy_nodes
 from experiments.schema import Config, OldLogProb
+from experiments.tracking import Tracker
 from experiments.verl_backend.compose import lay_over, verl_defaults, verl_folder
 from experiments.verl_backend.plan import plan_text
-from experiments.verl_backend.preflight import checks, gather_facts
+from experiments.verl_backend.preflight import checks, gather_facts, layout
 from experiments.verl_backend.replay_mode import ReplayMode, UnsupportedStrategy, replay_mode
 
-COMPLETED, REFUSED = 0, 2
+COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,12 +41,15 @@ ABSENT_IN_VERLS_YAML = (
 
 @dataclass(frozen=True)
 class Job:
-    """One run to make: the configuration, typed and as Hydra composed it, the strategy's YAML, the run directory."""
+    """One run to make: the configuration, typed and as Hydra composed it, the strategy's YAML, the run directory, and
+    the command that makes it again.
+    """
 
     config: Config
     node: DictConfig
     strategy_name: str
     run_dir: Path
+    command: str
 
 
 def launch(job: Job) -> int:
@@ -52,11 +58,12 @@ def launch(job: Job) -> int:
     Raises:
         ConfigError: verl cannot carry out the strategy, or verl's configuration has no such key.
     """
+    check_names(job.strategy_name, job.config)
     mode = strategy_mode(job.config)
     values = overrides(job, mode)
     composed = has_verl()
     verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML) if composed else OmegaConf.create(values)
-    failures = checks(job.config, verl, mode, gather_facts(verl, ROOT))
+    failures = checks(job.config, verl, mode, gather_facts(job.config, verl, ROOT))
     if job.config.dry_run:
         print(plan_text(job.config, job.strategy_name, mode, values, verl if composed else None, failures))
         return COMPLETED
@@ -67,10 +74,33 @@ def launch(job: Job) -> int:
     job.run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(agent_loops(job.config, mode), job.run_dir / "agent_loops.yaml")
     OmegaConf.save(verl, job.run_dir / "verl.yaml")
-    from experiments.verl_backend.start import start
+    from experiments.verl_backend.start import RecordedRunner, start
 
-    start(verl)
-    return COMPLETED
+    return start(verl, RecordedRunner(job.run_dir, tracker_opener(job, verl)))
+
+
+def tracker_opener(job: Job, verl: DictConfig) -> Callable[[], Tracker]:
+    """Returns what opens the run's record, in any process."""
+    resolved = OmegaConf.create(OmegaConf.to_container(job.node, resolve=True, enum_to_str=True))
+    assert isinstance(resolved, DictConfig)
+    plan = layout(job.config, verl)
+    return partial(
+        Tracker,
+        job.run_dir.resolve(),
+        resolved,
+        strategy=job.strategy_name,
+        device=f"{plan.train_gpus} + {plan.rollout_gpus} GPUs",
+        command=job.command,
+        resume_after=resumed_update(job, verl),
+    )
+
+
+def resumed_update(job: Job, verl: DictConfig) -> int | None:
+    """Returns the update of the checkpoint that verl will continue from in this run directory; None for a new run."""
+    newest = Path(verl.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+    if verl.trainer.resume_mode != "auto" or not newest.is_file():
+        return None
+    return int(newest.read_text(encoding="utf-8")) * job.config.schedule.sync_interval
 
 
 def has_verl() -> bool:
@@ -107,13 +137,12 @@ def strategy_mode(config: Config) -> ReplayMode:
     return dataclasses.replace(mode, live_rows=mode.records_rows and bool(wanted or config.backend.live_rows))
 
 
-def agent_loops(config: Config, mode: ReplayMode) -> Any:
-    """Returns verl's agent-loop file: both loops, registered anew with our classes, the strategy and the policy."""
-    nodes = {"exact": {"_target_": "strategies.Exact"}} | strategy_nodes(config.shadow.strategies, "shadow.strategies")
-    merging = {
+def merging_node(config: Config, mode: ReplayMode) -> dict[str, Any]:
+    """Returns the run's `Merging` as a node to instantiate, in agent-loop workers and in the trainer."""
+    return {
         "_target_": "experiments.verl_backend.merging.Merging",
         "_convert_": "all",  # strategies are dataclasses, which OmegaConf would wrap inside a mapping
-        "strategy": config.strategy,
+        "strategy": dict(config.strategy),
         "num_layers": config.model.num_hidden_layers,
         "top_k": config.model.num_experts_per_tok,
         "num_experts": config.model.num_experts,
@@ -121,14 +150,34 @@ def agent_loops(config: Config, mode: ReplayMode) -> Any:
         "on_missing_rows": config.backend.on_missing_rows,
         "live_rows": mode.live_rows,
         "max_empty_aborts": config.schedule.max_empty_aborts,
-        "shadow": nodes if config.shadow.every else {},
+        "in_trainer": mode.in_trainer,
+        "keeps_rows": mode.in_trainer or (config.shadow.every > 0 and mode.records_rows),
     }
+
+
+def agent_loops(config: Config, mode: ReplayMode) -> Any:
+    """Returns verl's agent-loop file: both loops, registered anew with our classes, the strategy and the policy."""
+    merging = merging_node(config, mode)
     return OmegaConf.create(
         [
             {"name": name, "_target_": f"experiments.verl_backend.agent_loops.{loop}", "merging": merging}
             for name, loop in AGENT_LOOPS.items()
         ]
     )
+
+
+def trainer_settings(job: Job, mode: ReplayMode) -> dict[str, Any]:
+    """Returns what our trainer reads (settings.py)."""
+    shadow = job.config.shadow
+    return {
+        "algorithm": OmegaConf.to_container(OmegaConf.structured(job.config.algorithm), enum_to_str=True),
+        "merging": merging_node(job.config, mode),
+        "shadow": {
+            "own": job.strategy_name,
+            "every": shadow.every if mode.records_rows else 0,
+            "strategies": strategy_nodes(shadow.strategies, "shadow.strategies") if shadow.every else {},
+        },
+    }
 
 
 def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
@@ -152,7 +201,7 @@ def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
     if bypass:  # verl switches the loss when it fits, on the trainer's copy: too late for the actor workers
         policy_loss["rollout_correction"] = correction
     derived = {
-        "routemerge": {"cap": a.importance_weight_cap, "shadow_every": config.shadow.every if mode.records_rows else 0},
+        "routemerge": trainer_settings(job, mode),
         "actor_rollout_ref": {
             "model": {"external_lib": libraries or None},
             "actor": {
@@ -174,7 +223,7 @@ def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
         "trainer": {
             "experiment_name": f"{job.strategy_name}-s{config.seed}",
             "default_local_dir": str(job.run_dir.resolve() / "checkpoint"),
-            "logger": ["console", "file", *([] if config.tracking.mode.value == "disabled" else ["wandb"])],
+            "logger": ["console", "file"],  # W&B gets the run from our recorder, with the local loop's names
         },
         "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": worker_environment(job)}}},
     }
@@ -185,16 +234,10 @@ def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
 
 
 def worker_environment(job: Job) -> dict[str, str]:
-    """Returns the variables that Ray sets in every worker: where our packages are, and how W&B names the run."""
-    config = job.config
+    """Returns the variables that Ray sets in every worker: where our packages are, and where verl keeps its own log."""
     folder = job.run_dir.resolve()
-    variables = {
+    return {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        "WANDB_MODE": config.tracking.mode.value,
-        "WANDB_DIR": str(folder),
-        "WANDB_RUN_GROUP": config.experiment_name,
-        "WANDB_JOB_TYPE": job.strategy_name,
-        "WANDB_TAGS": f"{job.strategy_name},verl,sglang,abort",
+        "WANDB_MODE": job.config.tracking.mode.value,  # nothing that a worker imports may go online by itself
         "VERL_FILE_LOGGER_PATH": str(folder / "verl_metrics.jsonl"),
     }
-    return variables | ({"WANDB_ENTITY": config.tracking.entity} if config.tracking.entity else {})

@@ -14,28 +14,30 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from experiments.verl_backend.statistics import PREFIX, StepStatistics, pack
+from experiments.schema import AlgorithmConfig
+from experiments.verl_backend.columns import token_table
+from experiments.verl_backend.statistics import PREFIX, RatioStatistics, pack
 
-LAG_FIELD = "routemerge_lag"
-"""Column of the batch: int64 `[B, R]`, index into LAGS of every response token, -1 for unknown."""
+TOKEN_FIELD = "routemerge_tokens"
+"""Column of the batch: int64 `[B, R]` of columns.py."""
 
 RANKS = f"{PREFIX}ranks"
 
 
 def recording_loss(
-    config: Any, model_output: dict[str, Any], data: TensorDict, dp_group: Any = None, *, cap: float
+    config: Any, model_output: dict[str, Any], data: TensorDict, dp_group: Any = None, *, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns verl's loss, and its metrics with ours added.
 
     Args:
         config: verl's ActorConfig; model_output, data, dp_group: as verl passes them, one micro-batch.
-        cap: C of the truncated weights.
+        algorithm: the run's PPO settings, for the share of clipped tokens and the like.
 
     Raises:
-        RuntimeError: a log-ratio is not finite.
+        RuntimeError: a log-prob of a token with loss is not finite.
     """
     with torch.no_grad():
-        statistics = micro_batch_statistics(no_padding_2_padding(model_output["log_probs"], data), data, cap)
+        statistics = micro_batch_statistics(no_padding_2_padding(model_output["log_probs"], data), data, algorithm)
     ranks = data["dp_size"]
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     for key, (value, reduction) in pack(statistics).items():
@@ -44,10 +46,20 @@ def recording_loss(
     return loss, metrics
 
 
-def micro_batch_statistics(log_probs: torch.Tensor, data: TensorDict, cap: float) -> StepStatistics:
+def micro_batch_statistics(log_probs: torch.Tensor, data: TensorDict, algorithm: AlgorithmConfig) -> RatioStatistics:
     """Returns the statistics of one micro-batch; log_probs `[b, R]` under the current weights."""
-    fields = data.select("response_mask", "old_log_probs", LAG_FIELD).to_padded_tensor()
+    names = ("response_mask", "old_log_probs", "rollout_log_probs", "advantages", TOKEN_FIELD)
+    fields = data.select(*names).to_padded_tensor()
     mask = fields["response_mask"].bool().cpu()
-    x = (log_probs.detach().double().cpu() - fields["old_log_probs"].double().cpu())[mask]
     sequence = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
-    return StepStatistics.of(x.numpy(), sequence.numpy(), fields[LAG_FIELD].cpu()[mask].numpy(), cap)
+
+    def counted(values: torch.Tensor) -> Any:
+        return values.detach().cpu()[mask].numpy()
+
+    table = token_table(
+        counted(fields[TOKEN_FIELD]),
+        sequence.numpy(),
+        counted(log_probs.double()),
+        *(counted(fields[name].double()) for name in ("old_log_probs", "rollout_log_probs", "advantages")),
+    )
+    return RatioStatistics.of(table, algorithm)

@@ -1,8 +1,8 @@
-"""From the engine's answers of one trajectory to what verl trains on: rows, loss mask, versions, counters.
+"""From the engine's answers of one trajectory to what verl trains on: rows, loss mask, counters.
 
-Runs in verl's agent-loop workers and imports no verl, so that every row fault is tested without it. One policy decides
-about rows that are truly missing; nothing is zero-filled. Placeholder rows are -1: replaying one by accident is an
-index error, not expert 0.
+Runs in verl's agent-loop workers, and in its trainer for strategies that need the trainer's weight version. Imports no
+verl, so that every row fault is tested without it. One policy decides about rows that are truly missing; nothing is
+zero-filled. Placeholder rows are -1: replaying one by accident is an index error, not expert 0.
 
 Legend: `P` prompt tokens, `T` tokens in all, `R = T - P`, `s` input tokens of a call, `n` new tokens, `L` layers, `K`
 experts per token.
@@ -11,12 +11,13 @@ experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.metrics import route_keys as m
 from strategies.base import MergeStrategy
 from strategies.checks import view_length
 from strategies.reply import RawReply, ReplyError, RowShape, check_reply, row_dtype_for
@@ -26,8 +27,16 @@ OnMissingRows = Literal["raise", "drop", "live"]
 """What becomes of a trajectory whose rows are missing: an error that fails its prompt group; no loss on it; the
 trainer's router decides for the whole trajectory."""
 
-FLAGS = ("surplus_row", "phantom_log_prob", "log_prob_missing", "rows_refused", "rows_missing", "dropped", "live")
-"""Row provenance that is counted per trajectory; the trainer logs each as `replay/<flag>`."""
+FLAGS: dict[str, str] = {
+    "surplus_row": m.REPLAY_SURPLUS_CALLS,
+    "phantom_log_prob": m.REPLAY_PHANTOM_CALLS,
+    "log_prob_missing": m.REPLAY_NO_LOG_PROB_CALLS,
+    "rows_refused": m.REPLAY_REFUSED_CALLS,
+    "rows_missing": m.REPLAY_INCOMPLETE,
+    "dropped": m.REPLAY_DROPPED.format(reason="rows_missing"),
+    "live": m.REPLAY_LIVE_ROLLOUTS,
+}
+"""Row provenance that is counted per trajectory, and the metric of each sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +60,21 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
+class MergedRows:
+    """What the trainer replays of one rollout.
+
+    Attributes:
+        rows: integer `[T-1, L, K]`; -1 where nothing is replayed.
+        loss_mask: bool `[T]`, tokens that carry loss.
+        flags: how often each of FLAGS occurred.
+    """
+
+    rows: Rows
+    loss_mask: NDArray[np.bool_]
+    flags: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
 class Merged:
     """What one trajectory contributes to verl's batch.
 
@@ -58,16 +82,14 @@ class Merged:
         rows: integer `[T-1, L, K]`; -1 where nothing is replayed; None when the run records no rows.
         response_mask: bool `[R]`, tokens that carry loss. With rows, R ends with the last generated token: environment
             tokens behind it train nothing and no call fed them.
-        versions: int32 `[R]`, weight version of every response token, UNKNOWN_VERSION where none generated it.
         flags: how often each of FLAGS occurred.
-        shadow: views by strategy name, for shadow scoring; empty when it is off or rows are missing.
+        rollout: the calls behind it, for statistics; with their rows where the trainer needs them (`keeps_rows`).
     """
 
     rows: Rows | None
     response_mask: NDArray[np.bool_]
-    versions: NDArray[np.int32]
     flags: Mapping[str, int]
-    shadow: Mapping[str, list[ReplayView]] = field(default_factory=dict)
+    rollout: Rollout
 
 
 @dataclass(frozen=True)
@@ -81,7 +103,9 @@ class Merging:
         on_missing_rows: see OnMissingRows.
         live_rows: the trainer can leave single rows to its router (live_rows.py is installed).
         max_empty_aborts: calls in a row without a token before a trajectory is an error.
-        shadow: further rules to score the same trajectories with, by name.
+        in_trainer: the strategy needs the trainer's weight version, which no agent-loop worker knows: the trainer
+            merges, with `merge_rows`.
+        keeps_rows: the rows of every call travel to the trainer, which merges or scores other rules on them.
     """
 
     strategy: MergeStrategy
@@ -92,7 +116,8 @@ class Merging:
     on_missing_rows: OnMissingRows
     live_rows: bool
     max_empty_aborts: int
-    shadow: Mapping[str, MergeStrategy]
+    in_trainer: bool
+    keeps_rows: bool
 
     def record(self, answer: Answer, request_id: str, flags: dict[str, int]) -> EngineCall:
         """Returns the checked call and counts its irregularities in `flags`.
@@ -153,22 +178,33 @@ class Merging:
         rollout = self._rollout(rollout_id, [*prompt_ids, *response_ids], len(prompt_ids), calls)
         if self.records_rows and any(rollout.segments()):
             rollout = replace(rollout, tokens=rollout.tokens[: view_length(rollout)])
-        counted, held = dict(flags), len(prompt_ids)
-        versions, mask = rollout.versions()[held:], rollout.counted()[held:]
+        sent = rollout if self.keeps_rows else without_rows(rollout)
+        held = len(prompt_ids)
         if not self.records_rows:
-            return Merged(None, mask, versions, counted)
+            return Merged(None, rollout.counted()[held:], flags, sent)
+        if self.in_trainer:
+            return Merged(self._placeholder(rollout), rollout.counted()[held:], flags, sent)
+        merged = self.merge_rows(rollout)
+        return Merged(merged.rows, merged.loss_mask[held:], {**flags, **merged.flags}, sent)
+
+    def merge_rows(self, rollout: Rollout) -> MergedRows:
+        """Returns what the trainer replays of the rollout, whose tokens end with the last generated one.
+
+        Raises:
+            MergeError: as `merge`.
+        """
+        mask = rollout.counted()
         try:
             views = self.strategy(rollout)
         except MergeError:
             if self.on_missing_rows == "raise":
                 raise
             kind = "dropped" if self.on_missing_rows == "drop" else "live"
-            counted |= {"rows_missing": 1, kind: 1}
-            return Merged(self._placeholder(rollout), mask & (kind == "live"), versions, counted)
+            return MergedRows(self._placeholder(rollout), mask & (kind == "live"), {"rows_missing": 1, kind: 1})
         if not views:  # no generated token: no loss, so that verl replays nothing of it
-            return Merged(self._placeholder(rollout), mask, versions, counted)
+            return MergedRows(self._placeholder(rollout), mask, {})
         view = self._single(rollout, views)
-        return Merged(view.rows, view.loss_mask[held:], versions, counted, self._shadow(rollout))
+        return MergedRows(view.rows, view.loss_mask, {})
 
     def _rollout(self, rollout_id: str, tokens: list[int], prompt_len: int, calls: Sequence[EngineCall]) -> Rollout:
         return Rollout(
@@ -203,15 +239,10 @@ class Merging:
     def _placeholder(self, rollout: Rollout) -> Rows:
         return np.full((rollout.length - 1, self.num_layers, self.top_k), LIVE, row_dtype_for(self.num_experts))
 
-    def _shadow(self, rollout: Rollout) -> dict[str, list[ReplayView]]:
-        """Returns the views of every shadow rule; a rule that cannot merge this trajectory is left out."""
-        views = {}
-        for name, strategy in self.shadow.items():
-            try:
-                views[name] = strategy(rollout)
-            except MergeError:  # counted by its absence: `merge/<strategy>/...` is over the trajectories that have it
-                continue
-        return views
+
+def without_rows(rollout: Rollout) -> Rollout:
+    """Returns the rollout with calls that returned no rows: tokens, log-probs and versions are a few bytes a token."""
+    return replace(rollout, calls=tuple(replace(call, rows=None, surplus=None) for call in rollout.calls))
 
 
 def _within(rows: Any, answer: Answer) -> Any:

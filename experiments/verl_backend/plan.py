@@ -19,6 +19,9 @@ REPLAY = {
 }
 
 
+IN_TRAINER = "in the trainer: the strategy needs its weight version, and the rows of every call travel there"
+
+
 def plan_text(
     config: Config,
     strategy_name: str,
@@ -65,6 +68,7 @@ def _strategy(config: Config, mode: ReplayMode) -> list[str]:
     return [
         f"{target} {arguments or ''}".rstrip(),
         f"replay {REPLAY[mode.mode]}",
+        f"merged {IN_TRAINER if mode.in_trainer else 'in the agent-loop workers, when a trajectory is complete'}",
         f"live rows: {'supported by our engine class (live_rows.py)' if mode.live_rows else 'none'}",
         f"missing rows: {config.backend.on_missing_rows}",
         f"old log-probs: {config.algorithm.old_log_prob.value}",

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.schema import Config, OldLogProb
+from experiments.schema import Config, OldLogProb, RatioLevel, TrackingMode
 from experiments.verl_backend.replay_mode import ReplayMode
 from experiments.verl_backend.resources import Layout, ModelSize, expected_memory
 
@@ -46,37 +46,101 @@ FIXED: dict[str, Any] = {
 """Keys of verl that must hold these values: verl asserts them, or silently does something else."""
 
 
+ACTOR_CPUS = 24
+"""CPUs that verl's runner, rollouter, trainer, message queue and first agent-loop worker ask of Ray (1, 10, 10, 2, 1):
+without them they wait for ever."""
+
+POOL_CPUS_PER_GPU = {"trainer": 3, "rollout": 2}
+"""verl's two groups of nodes, and the CPUs that their resource pools reserve with every GPU."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node of a Ray cluster offers: GPUs and CPUs."""
+
+    gpus: int
+    cpus: int
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What a run finds on this machine.
+    """What a run finds on this machine, or in the Ray cluster that it joins.
 
     Attributes:
-        gpus: GPUs of this node.
+        nodes: those of the cluster; this machine alone where Ray starts here.
+        cluster_error: why the cluster at RAY_ADDRESS does not answer; None when it does or there is none.
         versions: installed version by distribution; None where it is missing.
         import_error: why a fresh process elsewhere cannot import our packages; None when it can.
         model_config: the checkpoint's config.json; None when the path is no local folder.
         missing_files: data files that do not exist.
         ray_address: a running Ray cluster to join; None: Ray starts on this node alone.
+        logged_in: W&B has credentials on this node, where the record is kept; asked only for tracking=online.
     """
 
-    gpus: int
+    nodes: tuple[Node, ...]
+    cluster_error: str | None
     versions: Mapping[str, str | None]
     import_error: str | None
     model_config: Mapping[str, Any] | None
     missing_files: tuple[str, ...]
     ray_address: str | None
+    logged_in: bool = True
 
 
-def gather_facts(verl: Any, root: Path) -> Facts:
-    """Returns the facts for verl's configuration; `root` is our repository, which Ray workers must import from."""
+def gather_facts(config: Config, verl: Any, root: Path) -> Facts:
+    """Returns the facts for the configuration; `root` is our repository, which Ray workers must import from."""
+    address = os.environ.get("RAY_ADDRESS")
+    here = Node(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), os.cpu_count() or 1)
+    nodes, error = ((here,), None) if address is None else cluster_nodes(address)
     return Facts(
-        gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        nodes=nodes,
+        cluster_error=error,
         versions={name: _version(name) for name in TESTED},
         import_error=_import_error(root),
         model_config=_model_config(str(_get(verl, "actor_rollout_ref.model.path"))),
         missing_files=tuple(sorted(_missing_files(verl))),
-        ray_address=os.environ.get("RAY_ADDRESS"),
+        ray_address=address,
+        logged_in=config.tracking.mode is not TrackingMode.online or _logged_in(),
     )
+
+
+CLUSTER_PROBE = """
+import json, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+print("NODES", json.dumps([[int(r.get("GPU", 0)), int(r.get("CPU", 0))] for r in alive]))
+"""
+
+CLUSTER_TIMEOUT_S = 120.0
+
+
+def cluster_nodes(address: str) -> tuple[tuple[Node, ...], str | None]:
+    """Returns the living nodes of the Ray cluster at `address`, or why it does not answer.
+
+    Asks in a process of its own: a plan must not leave this one connected.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CLUSTER_PROBE, address],
+            capture_output=True,
+            text=True,
+            timeout=CLUSTER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (), f"no answer within {CLUSTER_TIMEOUT_S:.0f} s"
+    found = [line for line in done.stdout.splitlines() if line.startswith("NODES ")]
+    if done.returncode or not found:
+        return (), (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return tuple(Node(*node) for node in json.loads(found[-1].removeprefix("NODES "))), None
+
+
+def _logged_in() -> bool:
+    """Asks W&B for credentials in a process of its own: importing it takes seconds, and the run itself may not need
+    it here.
+    """
+    command = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else 1)"
+    return subprocess.run([sys.executable, "-c", command], capture_output=True, check=False).returncode == 0
 
 
 def _version(name: str) -> str | None:
@@ -125,7 +189,7 @@ def checks(config: Config, verl: Any, mode: ReplayMode, facts: Facts) -> list[st
         *_layout(config, verl),
         *_machine(verl, facts),
         *_model(config, facts),
-        *_tracking(config, verl),
+        *_tracking(config, verl, facts),
     ]
 
 
@@ -163,6 +227,9 @@ def _keys(config: Config, verl: Any, mode: ReplayMode) -> Iterator[str]:
             "strategy recompute (R2) needs algorithm.old_log_prob=decoupled: verl records the trainer's routes in the "
             "old-log-prob pass, which bypass mode skips"
         )
+    if config.algorithm.ratio_level is not RatioLevel.token:
+        level = config.algorithm.ratio_level.value
+        yield f"`algorithm.ratio_level={level}`: the PPO losses used inside verl are of level token"
     if config.shadow.every and not mode.records_rows:
         yield (
             "shadow scoring needs recorded rows, and this strategy runs without them (router replay "
@@ -247,21 +314,37 @@ def _layout(config: Config, verl: Any) -> Iterator[str]:
 
 
 def _machine(verl: Any, facts: Facts) -> Iterator[str]:
-    nodes = _get(verl, "trainer.nnodes") + _get(verl, "rollout.nnodes")
-    per_node = {name: _get(verl, f"{name}.n_gpus_per_node") for name in ("trainer", "rollout")}
-    if facts.ray_address is None:
-        needed = sum(_get(verl, f"{name}.nnodes") * gpus for name, gpus in per_node.items())
-        if facts.gpus < needed:
-            yield (
-                f"GPUs: {needed} expected ({nodes} pools of nodes), this machine has {facts.gpus}; for a cluster start "
-                "Ray on all nodes and set RAY_ADDRESS"
-            )
-    elif facts.gpus < max(per_node.values()):
-        yield f"GPUs: {max(per_node.values())} expected on every node, this one has {facts.gpus}"
+    if facts.cluster_error is not None:
+        yield f"RAY_ADDRESS={facts.ray_address}: no Ray cluster answers: {facts.cluster_error}"
+    else:
+        yield from _resources(verl, facts)
     if facts.import_error is not None:
         yield f"Ray workers cannot import our packages from PYTHONPATH: {facts.import_error}"
     for file in facts.missing_files:
         yield f"data: there is no file `backend.verl.{file}`"
+
+
+def _resources(verl: Any, facts: Facts) -> Iterator[str]:
+    pools = {name: (_get(verl, f"{name}.nnodes"), _get(verl, f"{name}.n_gpus_per_node")) for name in POOL_CPUS_PER_GPU}
+    where = "this machine" if facts.ray_address is None else f"the cluster at {facts.ray_address}"
+    free = sorted((node.gpus for node in facts.nodes), reverse=True)
+    wanted = sorted((gpus for count, gpus in pools.values() for _ in range(count)), reverse=True)
+    for gpus in wanted:
+        # The fullest node that still has room: pools of several sizes then fit whenever they can.
+        fitting = [index for index, left in enumerate(free) if left >= gpus]
+        if not fitting:
+            text = ", ".join(f"{name} {count} x {gpus}" for name, (count, gpus) in pools.items())
+            nodes = ", ".join(str(node.gpus) for node in facts.nodes) or "none"
+            advice = "; for a cluster start Ray on all nodes and set RAY_ADDRESS" if facts.ray_address is None else ""
+            yield f"GPUs: {sum(wanted)} expected (nodes x GPUs: {text}), {where} has {nodes} by node{advice}"
+            break
+        free[min(fitting, key=lambda index: free[index])] -= gpus
+    cpus = sum(node.cpus for node in facts.nodes)
+    if facts.ray_address is None:
+        cpus = _get(verl, "ray_kwargs.ray_init.num_cpus") or cpus
+    needed = ACTOR_CPUS + sum(POOL_CPUS_PER_GPU[name] * count * gpus for name, (count, gpus) in pools.items())
+    if cpus < needed:
+        yield f"CPUs: {needed} expected for verl's actors and pools, which wait for ever without, {where} has {cpus}"
 
 
 def _model(config: Config, facts: Facts) -> Iterator[str]:
@@ -281,10 +364,10 @@ def _model(config: Config, facts: Facts) -> Iterator[str]:
             yield f"model: `{name}` is {came[name]} in its config.json, {stated} in conf/"
 
 
-def _tracking(config: Config, verl: Any) -> Iterator[str]:
+def _tracking(config: Config, verl: Any, facts: Facts) -> Iterator[str]:
     mode = config.tracking.mode.value
     came = _get(verl, "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_MODE")
     if came != mode:
         yield f"W&B: WANDB_MODE={mode} expected in ray_kwargs.ray_init.runtime_env.env_vars, {came} came"
-    if "wandb" not in (_get(verl, "trainer.logger") or []) and mode != "disabled":
-        yield "W&B: `backend.verl.trainer.logger` must hold wandb, or set tracking=disabled"
+    if not facts.logged_in:
+        yield "W&B: tracking=online, and there are no credentials on this node: `wandb login`, or tracking=offline"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from strategies.base import MergeStrategy
-from strategies.types import LIVE, EngineCall, MergeError, Rollout
+from strategies.types import LIVE, EngineCall, MergeError, ReplayView, Rollout
+
+TRAINER_VERSIONS = (2, 3, 4, 10**6)
+"""Tried on a rollout of versions 0 to 2, where a strategy asks for the trainer's."""
 
 Mode = Literal["R3", "R2", "disabled"]
 
@@ -24,10 +28,13 @@ class ReplayMode:
     Attributes:
         mode: `actor.megatron.router_replay.mode`: replay recorded rows, the trainer's own, or none.
         live_rows: some rows are left to the trainer's router, which needs live_rows.py in the actor workers.
+        in_trainer: the strategy needs the trainer's weight version, which agent-loop workers do not know: the trainer
+            merges.
     """
 
     mode: Mode
     live_rows: bool
+    in_trainer: bool = False
 
     @property
     def records_rows(self) -> bool:
@@ -60,8 +67,8 @@ def replay_mode(strategy: MergeStrategy) -> ReplayMode:
     """Returns the mode for a strategy, from its views of `interrupted_rollout()`.
 
     Raises:
-        UnsupportedStrategy: it gives several views, mixes frozen live rows with recorded ones, or needs what verl's
-            agent-loop workers do not know (the trainer's weight version).
+        UnsupportedStrategy: it gives several views, cannot merge that rollout, or mixes frozen live rows with recorded
+            ones.
     """
     name = type(strategy).__name__
     if not strategy.single_view:
@@ -71,16 +78,33 @@ def replay_mode(strategy: MergeStrategy) -> ReplayMode:
             "would be cut wrongly. Score it as a shadow instead: choose another strategy with shadow.every=1 (exact "
             "is the reference there)"
         )
+    rollout = interrupted_rollout()
     try:
-        (view,) = strategy(interrupted_rollout())
-    except MergeError as error:
-        raise UnsupportedStrategy(f"{name} cannot merge in verl's agent-loop workers: {error}") from error
-    live = (view.rows == LIVE).any(axis=(1, 2))
+        (view,) = strategy(rollout)
+        views, in_trainer = [view], False
+    except MergeError:
+        views, in_trainer = list(_versioned_views(strategy, rollout)), True
+    live = np.concatenate([(view.rows == LIVE).any(axis=(1, 2)) for view in views])
+    freezes = any(view.freeze_live for view in views)
     if live.all():
-        return ReplayMode("R2" if view.freeze_live else "disabled", live_rows=False)
-    if live.any() and view.freeze_live:
+        return ReplayMode("R2" if freezes else "disabled", live_rows=False)
+    if live.any() and freezes:
         raise UnsupportedStrategy(
             f"{name} replays recorded rows at some positions and the trainer's own (R2) at others; verl does one or "
             "the other in a run"
         )
-    return ReplayMode("R3", live_rows=bool(live.any()))
+    return ReplayMode("R3", bool(live.any()), in_trainer)
+
+
+def _versioned_views(strategy: MergeStrategy, rollout: Rollout) -> Iterator[ReplayView]:
+    """Yields the view of a rollout whose tokens are of versions 0 to 2, as trainers of several versions would see it:
+    from fresh to stale in every row.
+    """
+    for version in TRAINER_VERSIONS:
+        try:
+            (view,) = strategy(replace(rollout, trainer_version=version))
+        except MergeError as error:
+            raise UnsupportedStrategy(f"{type(strategy).__name__} cannot merge an interrupted rollout: {error}") from (
+                error
+            )
+        yield view

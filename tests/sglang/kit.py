@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,11 @@ from transformers import Qwen3MoeConfig
 from experiments.clock import VirtualClock, WallClock
 from experiments.engines.base import Engine, PauseMode, Reply, Request
 from experiments.engines.embedded import EmbeddedEngine
+from experiments.engines.sglang.broadcast import Broadcast
 from experiments.engines.sglang.client import Sampling
 from experiments.engines.sglang.engine import ServerSource, SGLangEngine
 from experiments.engines.sglang.process import ServerProcess
+from experiments.engines.sglang.transport import Disk, Transport
 from experiments.engines.sglang.weights import Publisher
 from strategies.types import EngineCall, Rollout
 from tests.unit.engine_kit import SETTINGS, SIZES, after_a_step, model_of, one_thread
@@ -42,13 +43,19 @@ def weight_versions(count: int) -> list[Weights]:
     return out
 
 
-def sglang_engine(server: ServerProcess, folder: Path, **settings: Any) -> SGLangEngine:
+def transport_of(name: str) -> Transport:
+    """Returns a transport of the suite's model: `disk`, or `gloo` with several broadcasts per update."""
+    publisher = Publisher(CONFIG, torch.float32, None)
+    return Disk(publisher) if name == "disk" else Broadcast(publisher, torch.float32, "gloo", bucket_bytes=2**14)
+
+
+def sglang_engine(server: ServerProcess, transport: str = "disk", **settings: Any) -> SGLangEngine:
     """Returns an engine on a running server, not started."""
     return SGLangEngine(
         CONFIG,
         **{
             "source": ServerSource(None, server.url, start_timeout_s=5.0, max_restarts=0),
-            "publisher": Publisher(CONFIG, torch.float32, None),
+            "transport": transport_of(transport),
             "sampling": Sampling(TEMPERATURE, 1.0, []),
             "max_in_flight": 4,
             "request_timeout_s": 120.0,

@@ -1,4 +1,6 @@
-"""One suite for both engines: what the loop relies on, on the embedded engine and on a real SGLang server."""
+"""One suite for both engines: what the loop relies on, on the embedded engine and on a real SGLang server, which gets
+its weights from disk and by broadcast.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,17 @@ K, L, E = CONFIG.num_experts_per_tok, CONFIG.num_hidden_layers, CONFIG.num_exper
 Make = Callable[[], Engine]
 
 
-@pytest.fixture(params=["embedded", pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang])])
-def make(request: pytest.FixtureRequest, tmp_path) -> Iterator[Make]:
+REAL = [pytest.mark.slow, pytest.mark.sglang]
+
+
+@pytest.fixture(params=["embedded", pytest.param("disk", marks=REAL), pytest.param("gloo", marks=REAL)])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Returns a function that makes an engine of the suite's model."""
-    if request.param == "sglang":
-        server = request.getfixturevalue("server")
-        yield lambda: sglang_engine(server, tmp_path)
-    else:
+    if request.param == "embedded":
         yield embedded_engine
+    else:
+        server = request.getfixturevalue("server")
+        yield lambda: sglang_engine(server, request.param)
 
 
 def model(version: int):

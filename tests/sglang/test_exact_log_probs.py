@@ -65,18 +65,24 @@ def worst_by_version(trainer: MegatronTrainer, strategy: MergeStrategy, rollouts
     return worst
 
 
-def roll_out(server: ServerProcess, tmp_path, *interruptions: Interruption) -> list[Rollout]:
+@pytest.fixture(params=["disk", "gloo"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How the updates reach the server."""
+    return request.param
+
+
+def roll_out(server: ServerProcess, transport: str, *interruptions: Interruption) -> list[Rollout]:
     def scenario(engine):
         return interrupted_rollouts(engine, WEIGHTS, NAMES, list(interruptions))
 
     first = interruptions[0].version - 1
-    return play(sglang_engine(server, tmp_path), WEIGHTS[first], first, scenario)
+    return play(sglang_engine(server, transport), WEIGHTS[first], first, scenario)
 
 
 def test_after_aborts_exact_reproduces_every_segment_and_the_other_rules_err_where_theory_says(
-    server: ServerProcess, trainer: MegatronTrainer, tmp_path
+    server: ServerProcess, trainer: MegatronTrainer, transport: str
 ):
-    rollouts = roll_out(server, tmp_path, Interruption("abort", 1), Interruption("abort", 2))
+    rollouts = roll_out(server, transport, Interruption("abort", 1), Interruption("abort", 2))
     assert all(len(list(rollout.segments())) == 3 for rollout in rollouts)
     assert all(set(rollout.versions()[rollout.prompt_len :].tolist()) == {0, 1, 2} for rollout in rollouts)
     assert max(worst_by_version(trainer, Exact(), rollouts).values()) < EXACT
@@ -89,9 +95,9 @@ def test_after_aborts_exact_reproduces_every_segment_and_the_other_rules_err_whe
 
 
 def test_after_a_retraction_no_rule_is_exact_for_older_tokens_and_exact_says_so(
-    server: ServerProcess, trainer: MegatronTrainer, tmp_path
+    server: ServerProcess, trainer: MegatronTrainer, transport: str
 ):
-    rollouts = roll_out(server, tmp_path, Interruption("retract", 4, share=0.4))
+    rollouts = roll_out(server, transport, Interruption("retract", 4, share=0.4))
     (call,) = rollouts[0].calls
     assert call.mixed_rows
     with pytest.raises(MergeError, match="recomputed the prefix inside the call under newer weights"):
@@ -102,9 +108,9 @@ def test_after_a_retraction_no_rule_is_exact_for_older_tokens_and_exact_says_so(
 
 
 def test_in_place_tokens_before_the_update_are_exact_and_later_ones_match_no_single_set_of_weights(
-    server: ServerProcess, trainer: MegatronTrainer, tmp_path
+    server: ServerProcess, trainer: MegatronTrainer, transport: str
 ):
-    rollouts = roll_out(server, tmp_path, Interruption("in_place", 5, share=0.4))
+    rollouts = roll_out(server, transport, Interruption("in_place", 5, share=0.4))
     for rollout in rollouts:
         assert len(Exact()(rollout)) == 1
         before, after = (rollout.versions() == version for version in (4, 5))

@@ -34,6 +34,14 @@ def test_a_whole_run_trains_on_the_servers_rollouts(smoke_run, server: ServerPro
     assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == "4"
 
 
+def test_a_whole_run_sends_its_weights_by_broadcast(smoke_run, server: ServerProcess):
+    arguments = ("engine=sglang", f"engine.url={server.url}", "engine.server.transport=gloo", "strategy=exact")
+    run = smoke_run(*arguments, "steps=3", "trainer.learning_rate=0", *SIZES)
+    assert run.code == 0
+    assert max(row["gap/abs_max"] for row in run.rows) < 1e-4
+    assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == "3"
+
+
 def test_without_updates_of_the_weights_the_trainer_gives_every_token_the_servers_log_prob(smoke_run, server):
     run = smoke_run(
         "engine=sglang", f"engine.url={server.url}", "strategy=exact", "steps=3", "trainer.learning_rate=0", *SIZES
@@ -65,7 +73,7 @@ def running_in_groups(*groups: int) -> list[str]:
     return found
 
 
-def test_a_server_that_is_killed_is_started_again_and_the_lost_request_sent_again(shared: SharedServer, tmp_path: Path):
+def test_a_server_that_is_killed_is_started_again_and_the_lost_request_sent_again(shared: SharedServer):
     """The engine believes that it started the shared server, which is then killed in the midst of a response."""
     weights = weight_versions(1)[0]
     killed = shared.process
@@ -84,7 +92,7 @@ def test_a_server_that_is_killed_is_started_again_and_the_lost_request_sent_agai
         os.kill(killed.pid, signal.SIGKILL)
         return await asked, engine.stats().restarts
 
-    engine = sglang_engine(killed, tmp_path, source=ServerSource(start, None, SERVER.start_timeout_s, max_restarts=1))
+    engine = sglang_engine(killed, source=ServerSource(start, None, SERVER.start_timeout_s, max_restarts=1))
     reply, restarts = play(engine, weights, 9, scenario)
     assert (reply.call.new_tokens, set(reply.call.versions.tolist()), restarts) == (190, {9}, 1)
     assert shared.process is not killed

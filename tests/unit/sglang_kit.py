@@ -9,15 +9,19 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 
 LAYERS, TOP_K, EXPERTS, VOCAB = 3, 2, 8, 32
@@ -33,6 +37,7 @@ class LoopbackServer(ThreadingHTTPServer):
         settings: of /server_info.
         calls: paths that were asked for, in order; `bodies`: of /generate.
         held, config: tensors and configuration of the last update.
+        groups: process groups that were joined; broadcasts: of each, how many bytes, and what else was asked for.
     """
 
     daemon_threads = True
@@ -53,6 +58,9 @@ class LoopbackServer(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.held: dict[str, np.ndarray] = {}
         self.config: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
+        self.broadcasts: list[tuple[int, dict[str, Any]]] = []
+        self.updating = False
         self.most_under_way = self.under_way = 0
 
     @property
@@ -122,10 +130,48 @@ class LoopbackServer(ThreadingHTTPServer):
         self.version = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights."}
 
+    def join(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Joins as rank 1 of two, by the keys that torch's own helper uses."""
+        name, timeout = group["group_name"], timedelta(seconds=10)
+        store: Any = dist.TCPStore(group["master_address"], group["master_port"], 2, timeout=timeout)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self.groups[name] = dist.ProcessGroupGloo(store, group["rank_offset"], group["world_size"], timeout)
+        return {"success": True, "message": "joined"}
+
+    def receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Takes the tensors of one broadcast."""
+        if not self.updating:
+            return {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.groups[body["group_name"]].broadcast(data, 0).wait()
+        for name, dtype, shape, piece in zip(body["names"], dtypes, body["shapes"], data.split(sizes), strict=True):
+            self.held[name] = piece.clone().view(dtype).reshape(shape).numpy()
+        self.broadcasts.append((len(data), {key: body[key] for key in ("flush_cache", "weight_version")}))
+        self.version = body["weight_version"] or self.version
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    def session(self, opens: bool) -> dict[str, Any]:
+        """Opens or closes an update."""
+        if self.updating == opens:
+            return {"success": False, "message": "a session is already open" if opens else "no session is open"}
+        self.updating = opens
+        return {"success": True, "message": "Success"}
+
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """Returns the JSON of one call."""
         if path == "/generate":
             return self.generate(body)
+        if path == "/init_weights_update_group":
+            return self.join(body)
+        if path == "/update_weights_from_distributed":
+            return self.receive(body)
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            return self.session(path.startswith("/begin"))
+        if path == "/destroy_weights_update_group":
+            return {"success": self.groups.pop(body["group_name"], None) is not None, "message": ""}
         with self.lock:
             if path == "/pause_generation":
                 self.paused = True

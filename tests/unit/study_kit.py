@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    history: pd.DataFrame
-    runs: pd.DataFrame
-    configs: dict[str, dict[str, Any]]
-    versions: dict[str, dict[str, Any]]
-    segments: pd.DataFrame
-    excluded: pd.DataFrame
+from analysis.runs import Runs
 
 
 def one_run(

@@ -56,6 +56,18 @@ def refusal(*overrides):
         (["engine=sglang", "schedule.pause_mode=in_place"], "needs `engine.server.prefix_cache=false`"),
         (["engine=sglang", "engine.server.port=70000"], "`engine.server.port` must lie in 0..65535"),
         (["engine=sglang", "engine.server.request_timeout_s=0"], "`engine.server.request_timeout_s` must be positive"),
+        (
+            ["engine=sglang", "engine.url=http://a:1", "engine.server.transport=disk"],
+            "`engine.server.transport=disk` needs `engine.server.publish_dir`: the server at http://a:1 does not see",
+        ),
+        (
+            ["engine=sglang", "engine.server.transport=nccl", "trainer.device=cpu"],
+            "`engine.server.transport=nccl` needs trainer and server on CUDA, not `trainer.device=cpu`",
+        ),
+        (
+            ["engine=sglang", "engine.server.transport=nccl", "engine.server.device=cpu"],
+            "on CUDA, not `engine.server.device=cpu`",
+        ),
         (["engine.url=http://a:1"], "`engine.url` needs engine=sglang, not embedded"),
         (["engine.max_running=0"], "`engine.max_running` must be at least 1"),
         (["trainer.device=tpu"], "`trainer.device` must be auto, cpu or cuda, not tpu"),
@@ -90,6 +102,26 @@ def test_possible_configurations_pass(overrides):
 
 def test_shadow_strategies_are_built_and_checked_too():
     assert "`shadow.strategies.mine`: cannot build" in refusal("shadow.strategies=[{mine:{_target_:nowhere.Strategy}}]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        ([], "disk"),
+        (["engine.url=http://127.0.0.1:1"], "disk"),
+        (["engine.url=http://[::1]:1"], "disk"),
+        (["engine.url=http://localhost:1"], "disk"),
+        (["engine.url=http://10.0.0.7:1"], "gloo"),
+        (["engine.url=http://node7:1"], "gloo"),
+        (["engine.url=http://node7:1", "engine.server.publish_dir=/shared"], "disk"),
+        (["engine.url=http://node7:1", "engine.server.transport=nccl"], "nccl"),
+        (["engine.server.transport=gloo"], "gloo"),
+    ],
+)
+def test_weights_go_by_disk_where_the_server_certainly_sees_it(overrides, transport):
+    config = check.load(compose("engine=sglang", "strategy=slice_concat", *overrides))
+    check.check(config, check.build_strategies(config)[0])
+    assert check.weight_transport(config.engine).value == transport
 
 
 def test_the_server_brings_the_wall_clock():

@@ -9,17 +9,15 @@ import pytest
 
 from experiments.metrics.replay import replay_metrics
 from experiments.metrics.rewards import reward_metrics
-from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.staleness import staleness_metrics
 from experiments.trainers.base import ReplayCounts
 from strategies.types import LIVE, UNKNOWN_VERSION, EngineCall, ReplayView, Rollout
 from tests.unit.metrics_cases import EXPERTS, random_batch, random_rows, rollout_of
 
-NONE = LoopCounts(retractions=0)
-
 
 def test_age_is_token_weighted_and_not_that_of_the_last_segment():
     rollout = rollout_of("r0", 2, [[-1.0] * 3, [-1.0]], [[3, 3, 3], [5]], np.random.default_rng(0))
-    got = staleness_metrics([rollout], 6, NONE)
+    got = staleness_metrics([rollout], 6, retractions=0)
     assert got["stale/age_mean"] == 2.5
     assert got["stale/age_max"] == 3
     assert got["fully_async/partial/max_partial_span"] == 2
@@ -34,7 +32,7 @@ def test_partial_rollouts_segments_and_coverage_are_counted():
         rollout_of("unknown", 2, [[-1.0] * 2, [-1.0]], [[UNKNOWN_VERSION] * 2, [5]], rng),
         rollout_of("in place", 2, [[-1.0] * 2], [[4, 5]], rng),
     ]
-    got = staleness_metrics(rollouts, 5, replace(NONE, retractions=2, cached_tokens_unknown=7))
+    got = staleness_metrics(rollouts, 5, 2)
     assert got["fully_async/partial/partial_ratio"] == pytest.approx(2 / 5)
     assert got["fully_async/partial/total_partial_num"] == 2
     assert got["stale/multi_version_token_frac"] == pytest.approx(5 / 16)
@@ -43,7 +41,6 @@ def test_partial_rollouts_segments_and_coverage_are_counted():
     assert [got[f"stale/segments_{n}"] for n in ("1", "2", "3", "4plus")] == [2, 2, 1, 0]
     assert got["stale/mixed_version_calls"] == 1
     assert got["stale/retractions"] == 2
-    assert got["stale/cached_tokens_unknown"] == 7
 
 
 def test_the_cost_of_interruption_is_what_later_calls_fed_again():
@@ -57,25 +54,25 @@ def test_the_cost_of_interruption_is_what_later_calls_fed_again():
 
     calls = (call(0, 5, 3, "abort"), call(1, 8, 0, "abort"), call(2, 8, 4, "stop"))
     rollout = Rollout("r", np.zeros(12, np.int32), 5, calls, 4, 4, EXPERTS)
-    got = staleness_metrics([rollout], 1, NONE)
+    got = staleness_metrics([rollout], 1, retractions=0)
     assert got["stale/empty_aborts"] == 1
     assert got["stale/resumed_tokens"] == 3 + 3
     assert got["stale/reprefill_tokens"] == 7 + 7, "positions 0..6 had been fed; the last sampled token never"
     kept = replace(rollout, calls=(calls[0], call(1, 8, 4, "stop", kv_kept=True)))
-    assert staleness_metrics([kept], 1, NONE)["stale/reprefill_tokens"] == 0
+    assert staleness_metrics([kept], 1, retractions=0)["stale/reprefill_tokens"] == 0
 
 
 def test_staleness_refuses_a_token_from_the_future_and_an_empty_batch():
     rollout = rollout_of("r9", 2, [[-1.0]], [[7]], np.random.default_rng(0))
     with pytest.raises(RuntimeError, match="rollout r9 has a token of version 7, the trainer is at 6"):
-        staleness_metrics([rollout], 6, NONE)
+        staleness_metrics([rollout], 6, retractions=0)
     with pytest.raises(ValueError, match="at least one rollout"):
-        staleness_metrics([], 6, NONE)
+        staleness_metrics([], 6, retractions=0)
 
 
 def test_staleness_is_quiet_on_rollouts_that_generated_nothing():
     empty = Rollout("r", np.zeros(3, np.int32), 3, (), 4, 4, EXPERTS)
-    got = staleness_metrics([empty], 6, NONE)
+    got = staleness_metrics([empty], 6, retractions=0)
     assert "stale/age_mean" not in got
     assert got["fully_async/partial/partial_ratio"] == 0
 
@@ -164,7 +161,7 @@ def test_rewards_and_lengths():
 
 def test_records_of_a_random_batch_are_consistent():
     batch = random_batch(3)
-    got = staleness_metrics(batch.rollouts, 8, NONE)
+    got = staleness_metrics(batch.rollouts, 8, retractions=0)
     table = batch.table()
     assert got["stale/age_mean"] == pytest.approx(table.lag.mean())
     assert got["stale/multi_version_token_frac"] == pytest.approx(table.multi_version.mean())

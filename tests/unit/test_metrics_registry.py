@@ -28,7 +28,7 @@ from experiments.metrics.routes import (
     compare_rows,
     margin_metrics,
 )
-from experiments.metrics.staleness import LoopCounts, staleness_metrics
+from experiments.metrics.staleness import staleness_metrics
 from experiments.trainers.base import ReplayCounts
 from tests.unit.metrics_cases import EXPERTS, algorithm, one_view, random_batch, random_rows, view_per_segment
 
@@ -60,7 +60,7 @@ def everything() -> dict[str, float]:
         | audit_metrics(agreement)
         | churn_metrics(churn(batch.rollouts))
         | margin_metrics([np.ones((3, 2))])
-        | staleness_metrics(batch.rollouts, 8, LoopCounts(0, 0))
+        | staleness_metrics(batch.rollouts, 8, 0)
         | replay_metrics(ReplayCounts(1, 1, 0), [v for own in views for v in own], 1, EXPERTS, {"too_long": 1}, 4)
         | reward_metrics(batch.advantages, np.arange(size) // 4, np.full(size, 3), 1.0, 8)
     )

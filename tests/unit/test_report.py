@@ -147,6 +147,7 @@ def test_what_comes_from_a_run_is_text(page: Page, out: Path) -> None:
     assert places[1::2] == ["end"] * (len(places) // 2)
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes(source: Path, out: Path, tmp_path: Path) -> None:
     plan = out.parent / "plan.yaml"
     assert main(["report", str(source), "--plan", str(plan), "--out", str(tmp_path)]) == 0

@@ -21,6 +21,7 @@ from transformers import Qwen3MoeConfig
 from experiments.engines.base import EngineLost, PauseMode, Reply, Request
 from experiments.engines.sglang.client import Sampling
 from experiments.engines.sglang.engine import ServerSource, SGLangEngine
+from experiments.engines.sglang.transport import Disk
 from experiments.engines.sglang.weights import PREFIX, Publisher
 from strategies.reply import ReplyError
 from tests.unit.engine_kit import SIZES, model_of
@@ -44,16 +45,22 @@ def request(name: str = "r0.0", tokens: int = 20, prompt: int = 4, row_start: in
 class OwnedServers:
     """Servers that the engine starts itself: stand-ins, one after another."""
 
-    def __init__(self, prepare: Callable[[LoopbackServer, int], None] = lambda server, number: None):
+    def __init__(
+        self,
+        prepare: Callable[[LoopbackServer, int], None] = lambda server, number: None,
+        *,
+        weights_in_folder: bool = True,
+    ):
         self.started: list[tuple[Path, int, LoopbackServer]] = []
-        self._prepare = prepare
+        self._prepare, self._weights_in_folder = prepare, weights_in_folder
 
     def start(self, folder: Path, version: int) -> Any:
         return OwnedServer(self, folder, version)
 
     def begin(self, folder: Path, version: int, stack: ExitStack) -> LoopbackServer:
         server = stack.enter_context(loopback_server())
-        server.update({"model_path": str(folder), "weight_version": str(version)})
+        if self._weights_in_folder:
+            server.update({"model_path": str(folder), "weight_version": str(version)})
         self._prepare(server, len(self.started))
         self.started.append((folder, version, server))
         return server
@@ -84,12 +91,18 @@ class OwnedServer:
 
 def play(tmp_path: Path, scenario: Scenario, url: str | None = None, servers: OwnedServers | None = None, **kw: Any):
     """Returns what `scenario` returns, played on a started engine; nothing that it published may be left."""
-    settings = {"max_in_flight": 4, "request_timeout_s": 30.0, "prefix_cache": True, "max_restarts": 1} | kw
+    settings = {
+        "transport": Disk(Publisher(CONFIG, torch.float32, tmp_path)),
+        "max_in_flight": 4,
+        "request_timeout_s": 30.0,
+        "prefix_cache": True,
+        "max_restarts": 1,
+        **kw,
+    }
     max_restarts = settings.pop("max_restarts")
     engine = SGLangEngine(
         CONFIG,
         source=ServerSource(servers.start if servers else None, url, start_timeout_s=5.0, max_restarts=max_restarts),
-        publisher=Publisher(CONFIG, torch.float32, tmp_path),
         sampling=Sampling(1.0, 1.0, [2]),
         **settings,
     )
@@ -213,6 +226,10 @@ def test_only_an_update_in_place_keeps_the_cache(tmp_path):
         ({"max_new_tokens": 0}, "max_new_tokens >= 1 is expected"),
         ({"max_new_tokens": 500}, "at most 200 tokens fit"),
         ({"row_start": 4}, r"row_start in \[0, 4\) is expected"),
+        (
+            {"rows": np.zeros((3, LAYERS, TOP_K), np.int32)},
+            r"request r0\.0: no rows are expected, those of 3 positions",
+        ),
     ],
 )
 def test_a_request_that_would_harm_the_server_is_not_sent(tmp_path, server, bad, message):

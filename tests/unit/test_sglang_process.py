@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.engines.sglang import environment
+from experiments.engines.sglang.build import check_nccl
 from experiments.engines.sglang.process import (
     Launch,
     ServerProcess,
@@ -64,9 +66,9 @@ def stand_in(tmp_path):
     return start
 
 
-def child_of(folder: Path) -> int:
+def child_of(folder: Path, within_s: float = 20) -> int:
     log = folder / "logs" / "server.log"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if log.is_file() and log.read_text().startswith("child "):
             return int(log.read_text().split()[1])
@@ -151,12 +153,11 @@ def test_a_port_in_use_is_a_clear_error():
     assert choose_port("127.0.0.1", 0) > 0
 
 
-def arguments(*, on_cpu: bool, **server) -> str:
+def arguments(*, on_cpu: bool, random_weights: bool = False, **server) -> str:
     engine = EngineConfig(name="sglang", dtype=DType.bfloat16, max_running=8, max_prefill_tokens=64)
     options = ServerConfig(**{"host": "127.0.0.1", "prefix_cache": True, "extra_args": [], **server})
-    return " ".join(
-        server_arguments(engine, options, model=Path("m"), version=3, on_cpu=on_cpu, max_length=100, port=1)
-    )
+    fixed = {"model": Path("m"), "version": 3, "max_length": 100, "port": 1}
+    return " ".join(server_arguments(engine, options, on_cpu=on_cpu, random_weights=random_weights, **fixed))
 
 
 def test_a_host_without_cuda_gets_what_it_needs_and_one_with_cuda_the_servers_defaults():
@@ -209,3 +210,21 @@ def test_a_failed_build_shows_what_uv_said(tmp_path, monkeypatch):
     monkeypatch.setenv("UV", str(uv))
     with pytest.raises(environment.EnvironmentBuildError, match=r"(?s)failed with exit code 2:\nno space left"):
         environment.server_python(str(tmp_path / "cache"))
+
+
+def test_two_versions_of_nccl_are_refused_with_the_command_that_makes_them_one(tmp_path):
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    info = packages / "nvidia_nccl_cu13-2.99.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: nvidia-nccl-cu13\nVersion: 2.99.1\n")
+    python = tmp_path / "bin" / "python"
+    with pytest.raises(RuntimeError, match=r"NCCL \d[\d.]+, .* nvidia-nccl-cu13==2.99.1, .*uv pip install nvidia-nccl"):
+        check_nccl(python)
+    ours = ".".join(map(str, torch.cuda.nccl.version()))
+    (info / "METADATA").write_text(f"Name: nvidia-nccl-cu13\nVersion: {ours}\n")
+    check_nccl(python)
+
+
+def test_a_server_that_gets_its_weights_by_broadcast_starts_with_random_ones():
+    assert "--load-format dummy" in arguments(on_cpu=True, random_weights=True)
+    assert "--load-format" not in arguments(on_cpu=True)

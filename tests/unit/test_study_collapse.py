@@ -41,12 +41,12 @@ def test_a_share_of_a_maximum_below_zero_means_nothing() -> None:
 def test_five_updates_in_a_row_of_large_f2_are_a_collapse_and_the_earliest_criterion_counts() -> None:
     curve = [0.2] * 4 + [0.0] + [0.2] * 5 + [0.0] * 30
     reward = [1.0] + [0.1] * 39
-    assert only(curves={F2: curve, "reward/mean": reward}, steps=40) == (10, True, "second_moment")
+    assert only(curves={F2: curve, "reward/mean": reward}, steps=40) == (10, True, "F2")
 
 
 def test_updates_that_did_not_log_the_metric_do_not_break_a_stretch() -> None:
     curve = [0.2, math.nan, 0.2, 0.2, math.nan, 0.2, 0.2, 0.0]
-    assert only(curves={F2: curve}, steps=8) == (7, True, "second_moment")
+    assert only(curves={F2: curve}, steps=8) == (7, True, "F2")
 
 
 def test_an_infinite_metric_is_a_collapse_whatever_its_key() -> None:

@@ -10,6 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.wandb_file import read_wandb_file
 from experiments.tracking import Tracker
+from experiments.tracking.run_folder import read_json_lines
+from experiments.verl_backend.recorder import Recorder
 
 CONFIG = Path(__file__).parents[1] / "data" / "tracking_config.yaml"
 
@@ -68,6 +70,17 @@ def test_an_offline_run_carries_its_names_and_leaves_nothing_else(
     ]
     assert list((tmp_path / "wandb").iterdir()) == [path.parent]  # no `latest-run`, no `debug.log` beside it
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_cluster_run_shows_verls_own_values_in_wandb_alone(tmp_path: Path) -> None:
+    recorder = Recorder(lambda: open_tracker(tmp_path))
+    recorder.log(4, {"actor/ppo_kl": 0.5, "perf/mfu": 0.25, "timing_s/gen": 2.0}, [])
+    recorder.finish("completed", None)
+    (row,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert row == {"step": 4, "actor/ppo_kl": 0.5}
+    (path,) = wandb_files(tmp_path)
+    shown = read_wandb_file(path).history[0]
+    assert shown.items() >= {"step": 4, "actor/ppo_kl": 0.5, "perf/mfu": 0.25, "time/generate_s": 2.0}.items()
 
 
 def test_a_resumed_run_continues_its_id_and_a_repeated_one_gets_its_own(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def merging(strategy: Any = None, on_missing_rows: Any = "raise", **changes: Any
         "on_missing_rows": on_missing_rows,
         "live_rows": False,
         "max_empty_aborts": 3,
-        "shadow": {},
+        "in_trainer": False,
+        "keeps_rows": False,
     }
     return Merging(**(values | changes))
 

@@ -12,10 +12,16 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.experimental.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from experiments.verl_backend.agent_loops import FLAGS_FIELD, MergingSingleTurnLoop, MergingToolLoop, apply_merged
+from experiments.verl_backend.agent_loops import (
+    FLAGS_FIELD,
+    ROLLOUT_FIELD,
+    MergingSingleTurnLoop,
+    MergingToolLoop,
+    apply_merged,
+)
 from experiments.verl_backend.client import RecordingClient
 from experiments.verl_backend.merging import FLAGS, Merging
-from strategies import Exact, Replace
+from strategies import Replace
 from tests.verl.kit import PROMPT, Reply, merging, positions, rows_of, upstream_client, versions
 
 
@@ -68,7 +74,7 @@ def test_the_single_turn_loop_hands_verl_the_merged_rows():
     assert isinstance(loop, SingleTurnAgentLoop)
     assert versions(output.routed_experts) == [0] * 7 + [1] * 4
     assert output.response_mask == [1] * 7
-    assert output.extra_fields["routemerge_versions"].tolist() == [0] * 3 + [1] * 4
+    assert output.extra_fields[ROLLOUT_FIELD].versions()[PROMPT:].tolist() == [0] * 3 + [1] * 4
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 1)
 
 
@@ -80,7 +86,7 @@ def test_f7_a_tool_agents_turns_keep_their_rows_and_versions():
     assert versions(output.routed_experts) == [0] * 7 + [1] * 6
     assert positions(output.routed_experts) == [i % 8 for i in range(13)]
     assert output.response_mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
-    assert output.extra_fields["routemerge_versions"].tolist() == [0, 0, 0, -1, -1, -1, -1, 1, 1]
+    assert output.extra_fields[ROLLOUT_FIELD].versions()[PROMPT:].tolist() == [0, 0, 0, -1, -1, -1, -1, 1, 1]
     assert output.extra_fields["max_global_steps"] == 1
 
 
@@ -161,15 +167,13 @@ def test_f14_a_group_with_missing_rows_is_whole_in_ours_and_broken_upstream():
     assert [len(part) for part in jagged.unbind()] == [12, 12]
 
 
-def test_shadow_views_travel_with_the_trajectory():
-    rule = merging(shadow={"exact": Exact(), "replace": Replace()})
-    output = merged_output([Reply(3, 0), Reply(4, 1, "stop")], rule)
-    assert {name: len(views) for name, views in output.extra_fields["routemerge_shadow"].items()} == {
-        "exact": 2,
-        "replace": 1,
-    }
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_calls_travel_with_the_trajectory(keeps: bool):
+    output = merged_output([Reply(3, 0), Reply(4, 1, "stop")], merging(keeps_rows=keeps))
     batch = worker()._postprocess([processed(worker(), output)])
-    assert set(batch.non_tensor_batch["routemerge_shadow"][0]) == {"exact", "replace"}
+    rollout = batch.non_tensor_batch[ROLLOUT_FIELD][0]
+    assert [call.new_tokens for call in rollout.calls] == [3, 4]
+    assert [call.rows is not None for call in rollout.calls] == [keeps] * 2
 
 
 def test_apply_merged_cuts_what_no_call_generated():
@@ -179,6 +183,6 @@ def test_apply_merged_cuts_what_no_call_generated():
     output = output_of(None, mask=[1, 1, 1, 0, 0, 0, 0])
     output.response_ids = [5, 6, 7, 9, 9, 9, 9]
     merged = rule.merge("r", list(range(PROMPT)), output.response_ids, client.trajectory.calls, {})
-    apply_merged(output, merged, client.trajectory, with_shadow=False)
+    apply_merged(output, merged, client.trajectory)
     assert (output.response_ids, output.response_mask) == ([5, 6, 7], [1, 1, 1])
     assert len(output.routed_experts) == PROMPT + 2

@@ -29,7 +29,7 @@ def test_an_interrupted_trajectory_gets_the_rows_of_its_strategy():
     assert versions(first_fed.rows) == [0] * 7 + [1] * 4
     assert versions(newest.rows) == [1] * 11
     assert positions(first_fed.rows) == positions(newest.rows) == [i % 8 for i in range(11)]
-    assert first_fed.versions.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert first_fed.rollout.versions()[PROMPT:].tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert first_fed.response_mask.all()
 
 

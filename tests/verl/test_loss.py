@@ -17,17 +17,21 @@ from verl.workers.utils import losses
 from experiments import ppo
 from experiments.metrics import ratio_keys as m
 from experiments.metrics.accumulate import LogRatioAccumulator
+from experiments.schema import AlgorithmConfig, RatioLevel
 from experiments.trainers.base import TokenBatch
 from experiments.verl_backend import loss as ours
-from experiments.verl_backend.cycle import CycleMetrics
+from experiments.verl_backend.columns import BITS
 from experiments.verl_backend.statistics import PREFIX
-from experiments.verl_backend.trainer import RoutemergeTrainer, Runner, Trainer, mini_steps
+from experiments.verl_backend.trainer import mini_steps
 
 CAP, ROWS, WIDTH = 2.0, 8, 64
+ALGORITHM = AlgorithmConfig(
+    clip_low=0.2, clip_high=0.2, dual_clip=3.0, ratio_level=RatioLevel.token, importance_weight_cap=CAP
+)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns current and old log-probs, advantages, mask and lags; one outlier token of 3 nats."""
+    """Returns current and old log-probs, advantages, mask and lags (-1: unknown); one outlier token of 3 nats."""
     generator = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(ROWS, WIDTH, generator=generator)
     now = old + 0.05 * torch.randn(ROWS, WIDTH, generator=generator)
@@ -56,8 +60,9 @@ def run_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: 
                 {
                     "response_mask": mask[rows],
                     "old_log_probs": old[rows],
+                    "rollout_log_probs": old[rows],
                     "advantages": advantages[rows],
-                    ours.LAG_FIELD: lags[rows],
+                    ours.TOKEN_FIELD: lags[rows] + 1 | 1 << 2 * BITS,  # the only segment of its rollout
                 },
                 batch_size=[size],
             )
@@ -67,7 +72,7 @@ def run_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: 
                 "global_batch_size": ROWS,
             }.items():
                 data.set_non_tensor(key, value)
-            loss = partial(ours.recording_loss, config=actor_config(), cap=CAP)
+            loss = partial(ours.recording_loss, config=actor_config(), algorithm=ALGORITHM)
             _, metrics = loss(model_output={"log_probs": now[rows]}, data=data)
             for key, value in metrics.items():
                 if isinstance(value, Metric):
@@ -88,9 +93,19 @@ def test_statistics_survive_verls_reduction(monkeypatch: pytest.MonkeyPatch, siz
     expected = LogRatioAccumulator.of(x, rows, CAP).ppo_metrics()
     came = step.ppo_metrics()
     assert {key: came[key] for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    for index, label in enumerate(("0", "1", "2", "3-4", "5-8", "9plus")):
-        here = lags[mask].numpy() == index
+    assert came[m.PG_CLIPFRAC] == pytest.approx(float(clipped_by_verl()), abs=1e-7)
+    assert came[m.PPO_KL.by("segment", "only")] == pytest.approx(-x.mean(), abs=1e-9)
+    for label, lag in {"0": [0], "1": [1], "2": [2], "3-4": [3, 4], "5-8": [5]}.items():
+        here = np.isin(lags[mask].numpy(), lag)
         assert came[m.PPO_KL.by("lag", label)] == pytest.approx(-x[here].mean(), abs=1e-9)
+
+
+def clipped_by_verl() -> float:
+    now, old, advantages, mask, _ = batch()
+    _, metrics = compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=actor_config()
+    )
+    return metrics["actor/pg_clipfrac"]
 
 
 def test_verls_own_average_is_wrong_for_what_is_not_linear(monkeypatch: pytest.MonkeyPatch):
@@ -109,22 +124,6 @@ def test_verls_own_average_is_wrong_for_what_is_not_linear(monkeypatch: pytest.M
     true = step.ppo_metrics()[m.RATIO_ESS.format(ratio="ppo_ratio")]
     assert true == pytest.approx(ess(slice(None)), rel=1e-5)
     assert averaged > true + 0.05
-
-
-def test_the_cycle_replaces_verls_averages_once(monkeypatch: pytest.MonkeyPatch):
-    reduced = run_micro_batches(monkeypatch, [4, 4], 1)
-    steps = mini_steps({f"actor/{k}": v for k, v in reduced.items() if k.startswith(PREFIX)}, CAP)
-    cycle = CycleMetrics()
-    cycle.add_update(steps, gap_from_first=True)
-    first = {"actor/ppo_kl": 9.0, "actor/rollout_corr/kl": 9.0, "actor/rollout_corr/training_ppl": 3.0}
-    cycle.finish_step(first, last_of_cycle=False)
-    assert first == {"rollout_corr/training_ppl": 3.0}
-    cycle.add_update(steps, gap_from_first=True)
-    last = {"actor/ppo_kl": 9.0}
-    cycle.finish_step(last, last_of_cycle=True)
-    assert last["actor/ppo_kl"] == pytest.approx(steps[0].ppo_metrics()["actor/ppo_kl"])
-    assert last["gap/abs"] == pytest.approx(steps[0].gap_metrics()["gap/abs"])
-    assert last["actor/ppo_kl_by_mini_step/first"] == pytest.approx(last["actor/ppo_kl"])
 
 
 def test_our_clipped_loss_and_gap_statistics_are_verls():
@@ -166,10 +165,3 @@ def our_loss(now: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> 
     ones = torch.ones_like(now)
     batch = TokenBatch(now, None, old, advantages, ones, None, torch.zeros_like(now, dtype=torch.int64))
     return float(ppo.token_level_loss(batch, settings).mean())  # pyright: ignore[reportArgumentType]
-
-
-def test_ray_still_lets_the_actor_classes_out():
-    assert issubclass(RoutemergeTrainer, Trainer)
-    for method in ("_fit_compute_log_prob", "_update_actor", "_fit_update_actor", "init_workers"):
-        assert callable(getattr(Trainer, method))
-    assert callable(Runner._create_trainer)

@@ -4,6 +4,7 @@ Only the engine is scripted. The loops come from the file that a run writes, the
 """
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,17 @@ from verl.workers.rollout.router import get_router_handle
 
 from experiments import check
 from experiments.verl_backend import tiny
+from experiments.verl_backend.agent_loops import ROLLOUT_FIELD
 from experiments.verl_backend.compose import lay_over, verl_defaults
-from experiments.verl_backend.launch import ABSENT_IN_VERLS_YAML, Job, agent_loops, overrides, strategy_mode
+from experiments.verl_backend.launch import (
+    ABSENT_IN_VERLS_YAML,
+    Job,
+    agent_loops,
+    overrides,
+    strategy_mode,
+    tracker_opener,
+)
+from experiments.verl_backend.start import RecordedRunner, supervise
 from tests.conftest import ROOT, compose
 
 
@@ -65,7 +75,7 @@ def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_
     config = check.load(node)
     mode = strategy_mode(config)
     OmegaConf.save(agent_loops(config, mode), tmp_path / "agent_loops.yaml")
-    values = overrides(Job(config, node, "slice_concat", tmp_path), mode)
+    values = overrides(Job(config, node, "slice_concat", tmp_path, "python run.py"), mode)
     verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML)
     server = ray.remote(ScriptedServer).remote()
     client = FullyAsyncLLMServerClient(config=verl, load_balancer_handle=get_router_handle(servers={"fake:0": server}))
@@ -79,8 +89,40 @@ def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_
         prompt = int(mask.sum()) - 7
         versions = (out.batch["routed_experts"][row, mask, 0, 0] - 8).tolist()
         assert versions == [0] * (prompt + 2) + [1] * 4 + [-8]  # verl's own padding row, which its mask leaves out
-        assert set(out.non_tensor_batch["routemerge_shadow"][row]) == {"exact", "replace", "slice_concat"}
+        assert [call.rows is None for call in out.non_tensor_batch[ROLLOUT_FIELD][row].calls] == [False, False]
     sample = ray.cloudpickle.loads(ray.cloudpickle.dumps(RolloutSample(out, "s", 0, {})))
     assembled = assemble_batch_from_rollout_samples([sample], None, None)
     assert assembled.meta_info["fully_async/partial/partial_ratio"] == 1.0
-    assert [v.tolist() for v in assembled.non_tensor_batch["routemerge_versions"]] == [[0, 0, 0, 1, 1, 1, 1]] * 2
+    versions = [r.versions()[r.prompt_len :].tolist() for r in assembled.non_tensor_batch[ROLLOUT_FIELD]]
+    assert versions == [[0, 0, 0, 1, 1, 1, 1]] * 2
+
+
+class Nothing:
+    """In the place of verl's runner."""
+
+    def __init__(self, recorder: Any):
+        self.recorder = recorder
+
+    def log(self, step: int, value: float) -> None:
+        ray.get(self.recorder.log.remote(step, {"actor/ppo_kl": value, "perf/mfu": 0.5}, []))
+
+
+def test_an_actor_on_this_node_keeps_the_record(local_ray: None, tmp_path: Path):
+    """The trainer may run on any node; a value that the record refuses ends the run."""
+    node = compose("experiment=qwen3_moe_tiny_verl", "strategy=slice_concat", "tracking=offline")
+    config = check.load(node)
+    job = Job(config, node, "slice_concat", tmp_path / "run", "python run.py")
+    job.run_dir.mkdir()
+    verl = lay_over(verl_defaults(), overrides(job, strategy_mode(config)), ABSENT_IN_VERLS_YAML)
+    recorded = RecordedRunner(job.run_dir, tracker_opener(job, verl), runner=Nothing)
+
+    def work() -> None:
+        runner = recorded.remote()
+        ray.get(runner.log.remote(1, 0.25))
+        ray.get(runner.log.remote(2, float("nan")))
+
+    assert supervise(recorded, work) == 1
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["engine"]) == ("failed", 1, "verl")
+    assert "actor/ppo_kl=nan" in summary["error"]
+    assert list((job.run_dir / "wandb").glob("offline-run-*"))

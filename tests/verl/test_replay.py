@@ -170,6 +170,23 @@ def test_without_our_class_a_row_of_minus_one_is_an_error(tiny: Any):
         allow_live_rows(tiny[0])
 
 
+def test_our_engine_lets_the_routers_of_what_verl_builds_leave_rows_live(tiny: Any, monkeypatch: pytest.MonkeyPatch):
+    from verl.utils.megatron.router_replay_patch import RouterReplay
+    from verl.utils.megatron.router_replay_utils import iter_model_routers
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    from experiments.verl_backend.live_rows import LiveRowReplay, LiveRowsEngine
+
+    monkeypatch.setattr(MegatronEngineWithLMHead, "_build_megatron_module", lambda self: [tiny[0]])
+    engine = object.__new__(LiveRowsEngine)
+    for replays, expected in ((False, RouterReplay), (True, LiveRowReplay)):
+        for _, router in iter_model_routers(tiny[0]):
+            router.__class__ = RouterReplay
+        engine.enable_routing_replay = replays
+        assert engine._build_megatron_module() == [tiny[0]]
+        assert {type(router) for _, router in iter_model_routers(tiny[0])} == {expected}
+
+
 def test_verls_registry_prefers_our_engine_on_nvidia(monkeypatch: pytest.MonkeyPatch):
     from verl.workers.engine.base import EngineRegistry
 

@@ -142,12 +142,36 @@ class SGLangClient:
     async def update_weights(self, folder: str, version: int, *, flush_cache: bool) -> tuple[bool, str]:
         """Returns whether the server says that it holds and uses the new weights alone, and its message."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": flush_cache}
-        reply = _object(await self._json("POST", "/update_weights_from_disk", body), "/update_weights_from_disk")
-        return reply.get("success") is True, str(reply.get("message"))
+        return await self._said("/update_weights_from_disk", body)
+
+    async def join_group(self, group: dict[str, Any]) -> tuple[bool, str]:
+        """Returns whether the server's ranks joined a process group, and its message."""
+        return await self._said("/init_weights_update_group", group)
+
+    async def leave_group(self, name: str) -> tuple[bool, str]:
+        """Returns whether the server's ranks left a process group, and its message."""
+        return await self._said("/destroy_weights_update_group", {"group_name": name})
+
+    async def begin_update(self) -> tuple[bool, str]:
+        """Returns whether weights can be broadcast to the server from now on, and its message."""
+        return await self._said("/begin_weight_update", {})
+
+    async def receive_weights(self, tensors: dict[str, Any]) -> tuple[bool, str]:
+        """Returns whether the server received and loaded tensors of a broadcast, and its message."""
+        return await self._said("/update_weights_from_distributed", tensors)
+
+    async def end_update(self) -> tuple[bool, str]:
+        """Returns whether the server finished what `begin_update` began, and its message."""
+        return await self._said("/end_weight_update", {})
 
     async def flush_cache(self) -> bool:
         """Returns whether the prefix cache was emptied."""
         return (await self._send("POST", "/flush_cache", {})).status_code == httpx.codes.OK
+
+    async def _said(self, path: str, body: dict[str, Any]) -> tuple[bool, str]:
+        """Returns `success` and `message` of the answer."""
+        reply = _object(await self._json("POST", path, body), path)
+        return reply.get("success") is True, str(reply.get("message"))
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
         response = await self._send("POST", path, body)

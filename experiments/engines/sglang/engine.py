@@ -1,7 +1,7 @@
 """The engine contract (experiments/engines/base.py) on a real SGLang server, ours or one given by URL.
 
-Weights reach the server as a checkpoint on a file system that both see. Every reply goes through reply.py; the weight
-versions in it are checked against our own count of syncs.
+Weights reach the server through a transport (transport.py). Every reply goes through reply.py; the weight versions in
+it are checked against our own count of syncs.
 
 A server of ours that dies is started again with the weights of the current version, and the requests whose answers were
 lost are sent again: as no answer was taken, nothing is known of what it sampled, and the new call is as good as the
@@ -30,7 +30,7 @@ from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRe
 from experiments.engines.sglang.handshake import check_model, check_settings
 from experiments.engines.sglang.process import ServerProcess, ServerStartError
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
-from experiments.engines.sglang.weights import Publisher
+from experiments.engines.sglang.transport import NOT_FLUSHED, Transport
 from strategies.reply import RowShape
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class ServerSource:
     """Where servers come from.
 
     Attributes:
-        start: starts a server of ours on the weights in a folder, as a weight version; None: the server at `url` is not
-            ours.
+        start: starts a server of ours from a folder of the transport, as a weight version; None: the server at `url` is
+            not ours.
         url: of a server that somebody else runs.
         start_timeout_s: until a server of ours answers.
         max_restarts: servers of ours that may be started after the first.
@@ -90,7 +90,7 @@ class SGLangEngine:
     Args:
         config: sizes of the model, which the server must share.
         source: where the server comes from.
-        publisher: where weights are written for it.
+        transport: how weights reach it.
         sampling: temperature, top-p, stop tokens. SGLang's log-probs are those of the distribution at that temperature
             before top-p cuts it.
         max_in_flight: requests under way at once; further ones wait here, and no sync aborts them.
@@ -104,7 +104,7 @@ class SGLangEngine:
         config: Qwen3MoeConfig,
         *,
         source: ServerSource,
-        publisher: Publisher,
+        transport: Transport,
         sampling: Sampling,
         max_in_flight: int,
         request_timeout_s: float,
@@ -112,16 +112,18 @@ class SGLangEngine:
     ):
         self._shape = RowShape(config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
         self._vocab_size, self._max_length = config.vocab_size, config.max_position_embeddings
-        self._source, self._publisher, self._sampling = source, publisher, sampling
+        self._source, self._transport, self._sampling = source, transport, sampling
         self._max_in_flight, self._request_timeout_s = max_in_flight, request_timeout_s
         self._prefix_cache = prefix_cache
         self._name = uuid.uuid4().hex[:8]  # keeps our request ids apart from those of other clients
         self._server: ServerProcess | None = None
         self._client: SGLangClient | None = None
-        self._folder: Path | None = None  # what the server holds, or would be restarted with
         self._version = 0
         self._update_modes: dict[int, PauseMode] = {}  # by the version that the update brought
         self._pause_mode: PauseMode | None = None
+        self._whole = (
+            True  # the server holds one version's weights; not so while an update is under way, or after a failure
+        )
         self._open = asyncio.Event()
         self._slots = asyncio.Semaphore(max_in_flight)
         self._sending: set[str] = set()
@@ -157,7 +159,8 @@ class SGLangEngine:
         if self._client is not None or self._lost is not None:
             raise RuntimeError("the engine was started before")
         try:
-            self._folder, self._version = self._publisher.publish(weights, version), version
+            await self._transport.stage(weights, version)
+            self._version = version
             if self._source.start is not None:
                 await self._start_server()
             else:
@@ -172,6 +175,8 @@ class SGLangEngine:
             await self.close()
             raise lost from error
         except BaseException:
+            if self._server is not None:
+                self._server.kill()  # nothing of it is worth the wait for an orderly end
             await self.close()
             raise
         self._idle.set()
@@ -181,7 +186,8 @@ class SGLangEngine:
         """Generates until stop, length or an abort; see experiments/engines/base.py.
 
         Raises:
-            ValueError: the request is malformed; it was not sent (ids out of the vocabulary end the server).
+            ValueError: the request is malformed, or gives rows to go through; it was not sent (ids out of the
+                vocabulary end the server).
             ReplyError: the reply breaks the contract; the message names the request, what was expected and what came.
             EngineLost: the server is gone and cannot be restarted.
         """
@@ -189,6 +195,11 @@ class SGLangEngine:
         if self._client is None:
             raise RuntimeError("the engine is not started")
         check_request(request, self._names, self._vocab_size, self._max_length)
+        if request.rows is not None:
+            raise ValueError(
+                f"request {request.request_id}: no rows are expected, those of {len(request.rows)} positions came: "
+                "SGLang routes every position itself; use engine.resume_rows=recompute"
+            )
         self._names.add(request.request_id)
         try:
             async with self._slots:
@@ -241,15 +252,15 @@ class SGLangEngine:
         if self._pause_mode is None:
             raise RuntimeError(f"load_weights(version={version}): the engine must be paused first")
         try:
-            folder = await asyncio.to_thread(self._publisher.publish, weights, version)
+            await self._transport.stage(weights, version)
         except OSError as error:
             raise self._give_up(f"weight version {version} could not be published: {error}", error) from error
-        self._folder, self._version = folder, version
+        self._version = version
         self._update_modes[version] = self._pause_mode
         while True:
             incarnation, client = await self._current()
             try:
-                await self._update(client, folder, version)
+                await self._update(client)
                 return
             except (ConnectionLost, ServerRefused) as error:
                 await self._recover(incarnation, f"update to weight version {version}", error)
@@ -284,9 +295,9 @@ class SGLangEngine:
         self._lost = self._lost or EngineLost("the engine was closed")
         self._open.set()  # whoever waits gets the error
         with ExitStack() as whatever_happens:
-            whatever_happens.callback(self._publisher.close)
             if server is not None:
                 whatever_happens.callback(server.kill)
+            await self._transport.close(client if server is None else None)
             if client is not None:
                 if server is None:
                     await self._release(client)
@@ -350,21 +361,32 @@ class SGLangEngine:
         return SGLangClient(url, max_connections=self._max_in_flight, request_timeout_s=self._request_timeout_s)
 
     async def _start_server(self) -> None:
-        """Starts a server of ours on the newest published weights."""
+        """Starts a server of ours on the newest weights."""
         assert self._source.start is not None
-        assert self._folder is not None
-        self._server = self._source.start(self._folder, self._version)
+        folder = await asyncio.to_thread(self._transport.folder)
+        self._server = self._source.start(folder, self._version)
         await self._server.wait_ready(self._source.start_timeout_s)
-        self._client = self._connect(self._server.url)
+        client = self._connect(self._server.url)
+        try:
+            await self._transport.connect(client)
+            if not self._transport.folder_has_weights:
+                await self._update(client)
+        except BaseException:
+            await client.close()
+            raise
+        self._client = client
 
     async def _take_over(self, client: SGLangClient) -> None:
-        """Gives a server that is not ours the published weights; it must not be in use."""
+        """Gives a server that is not ours the newest weights; it must not be in use."""
+        await self._transport.connect(client)
         await client.pause("abort")
-        await self._update(client, self._folder, self._version)
+        await self._update(client)
         await client.resume()
 
     async def _release(self, client: SGLangClient) -> None:
-        if self._pause_mode is not None:
+        if not self._whole:
+            log.warning("the server at %s may hold a part of the weights: it stays paused", client.url)
+        elif self._pause_mode is not None:
             try:
                 await client.resume()
             except (ConnectionLost, ServerRefused) as error:
@@ -379,8 +401,8 @@ class SGLangEngine:
             except TimeoutError:
                 continue
 
-    async def _update(self, client: SGLangClient, folder: Path | None, version: int) -> None:
-        """Returns when the server holds weight version `version` alone.
+    async def _update(self, client: SGLangClient) -> None:
+        """Returns when the server holds the newest weights alone.
 
         A cache that could not be flushed under new weights is flushed again; a KV cache that is to be kept is not.
 
@@ -388,14 +410,16 @@ class SGLangEngine:
             ServerRefused: it may hold anything.
         """
         keep = self._pause_mode == "in_place"
-        ok, message = await client.update_weights(str(folder), version, flush_cache=not keep)
-        if not ok and message.startswith("Weights were updated"):
+        self._whole = False
+        ok, message = await self._transport.send(client, flush_cache=not keep)
+        if not ok and message.startswith(NOT_FLUSHED):
             ok = await client.flush_cache()
         if not ok:
-            raise ServerRefused(f"weight version {version} was not taken: {message}")
-        held = (await client.model_info()).get("weight_version")
-        if held != str(version):
-            raise ServerRefused(f"weight_version {version} expected of the server after the update, it says {held!r}")
+            raise ServerRefused(f"weight version {self._version} was not taken: {message}")
+        held, wanted = (await client.model_info()).get("weight_version"), str(self._version)
+        if held != wanted:
+            raise ServerRefused(f"weight_version {wanted} expected of the server after the update, it says {held!r}")
+        self._whole = True
 
     async def _recover(self, incarnation: int, what: str, error: Exception) -> None:
         """Starts a new server in place of incarnation `incarnation`, unless that has been done.
@@ -425,7 +449,7 @@ class SGLangEngine:
             self._incarnation += 1
             try:
                 await self._start_server()
-            except (OSError, ServerStartError) as again:
+            except (OSError, ServerStartError, ServerRefused, ConnectionLost) as again:
                 raise self._give_up(f"{what}: the SGLang server could not be restarted: {again}", again) from again
 
     def _give_up(self, message: str, cause: BaseException) -> EngineLost:

@@ -47,10 +47,19 @@ class Launch:
 
 
 def server_arguments(
-    engine: EngineConfig, server: ServerConfig, *, model: Path, version: int, on_cpu: bool, max_length: int, port: int
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    model: Path,
+    version: int,
+    on_cpu: bool,
+    max_length: int,
+    port: int,
+    random_weights: bool = False,
 ) -> list[str]:
     """Returns the arguments of `python -m sglang.launch_server` for the weights in `model`, weight version `version`.
 
+    `random_weights`: `model` has none; the server gets them before it is used.
     On CUDA everything that is not named here is SGLang's default (attention backend, CUDA graphs).
     """
     arguments = [
@@ -60,6 +69,8 @@ def server_arguments(
         *("--skip-tokenizer-init", "--enable-return-routed-experts"),
         *("--max-running-requests", str(engine.max_running), "--max-prefill-tokens", str(engine.max_prefill_tokens)),
     ]
+    if random_weights:
+        arguments += ["--load-format", "dummy"]
     if not server.prefix_cache:
         arguments.append("--disable-radix-cache")
     if on_cpu:

@@ -1,4 +1,4 @@
-"""Publishes weights to a server: one folder per weight version, in the layout of Hugging Face's hub.
+"""Weights as a server reads them: in the layout of Hugging Face's hub, and as folders that hold one version each.
 
 transformers keeps all experts of a layer in one tensor; checkpoints on the hub, and SGLang, have one tensor per expert.
 """
@@ -9,7 +9,7 @@ import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,26 +21,24 @@ SHARED_MEMORY = Path("/dev/shm")
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def hub_layout(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns transformers' `Qwen3MoeForCausalLM.state_dict()` by the hub's names, on the CPU, as `dtype`.
+def hub_tensors(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields transformers' `Qwen3MoeForCausalLM.state_dict()` by the hub's names, on the CPU, as contiguous `dtype`.
 
-    `gate_up_proj` is `[E, 2F, H]`, gate first; `down_proj` is `[E, H, F]`.
+    `gate_up_proj` is `[E, 2F, H]`, gate first; `down_proj` is `[E, H, F]`. Tensors may share memory with `weights`.
     """
-    out: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         tensor = tensor.detach().to(device="cpu", dtype=dtype)
         prefix, _, last = name.rpartition(".")
         if not name.endswith(FUSED):
-            out[name] = tensor.contiguous()
+            yield name, tensor.contiguous()
             continue
         for expert, matrix in enumerate(tensor):
             if last == "down_proj":
-                out[f"{prefix}.{expert}.down_proj.weight"] = matrix.clone()
+                yield f"{prefix}.{expert}.down_proj.weight", matrix.contiguous()
             else:
                 gate, up = matrix.chunk(2)
-                out[f"{prefix}.{expert}.gate_proj.weight"] = gate.clone()
-                out[f"{prefix}.{expert}.up_proj.weight"] = up.clone()
-    return out
+                yield f"{prefix}.{expert}.gate_proj.weight", gate.contiguous()
+                yield f"{prefix}.{expert}.up_proj.weight", up.contiguous()
 
 
 class Publisher:
@@ -67,22 +65,21 @@ class Publisher:
         Raises:
             OSError: it cannot be written, e.g. for want of space; nothing is left of it, older versions are.
         """
-        if self._folder is None:
-            _remove_orphans(self._parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._parent))
-        tensors = hub_layout(weights, self._dtype)
+        folder = self._own_folder()
+        # safetensors refuses tensors that share memory, as the experts of a layer do
+        tensors = {name: tensor.clone() for name, tensor in hub_tensors(weights, self._dtype)}
         needed = sum(tensor.nbytes for tensor in tensors.values())
         for old in self._versions[:-1]:
             shutil.rmtree(old, ignore_errors=True)
         del self._versions[:-1]
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(folder).free
         if free < needed:
             raise OSError(
                 f"weight version {version} needs {needed / 1e6:.0f} MB in {self._parent}, {free / 1e6:.0f} MB are "
                 "free; set engine.server.publish_dir to a larger folder that the server can read"
             )
-        target = self._folder / f"v{version}"
-        partial = self._folder / f"v{version}.partial"
+        target = folder / f"v{version}"
+        partial = folder / f"v{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
@@ -95,6 +92,23 @@ class Publisher:
         if target not in self._versions:
             self._versions.append(target)
         return target
+
+    def publish_config(self) -> Path:
+        """Returns a folder with `config.json` alone.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        target = self._own_folder() / "config"
+        target.mkdir(exist_ok=True)
+        self._config.save_pretrained(str(target))
+        return target
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            _remove_orphans(self._parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._parent))
+        return self._folder
 
     def close(self) -> None:
         """Removes everything that was published."""
