@@ -76,6 +76,23 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{note}\n")
 
 
+def figure(study: Study, name: str) -> Figure | Absent:
+    """Returns the figure of a section (SECTIONS), or why there is none.
+
+    Raises:
+        ValueError: no section of this name has a figure.
+    """
+    draws = {section.name: section for section in SECTIONS if section.draw is not None}
+    section = draws.get(name)
+    if section is None or section.draw is None:
+        raise ValueError(f"no figure {name!r}: expected one of {', '.join(draws)}")
+    numbers = section.numbers(study)
+    if isinstance(numbers, Absent):
+        return numbers
+    with style.settings():
+        return section.draw(numbers)
+
+
 def _write(section: Section, result: pd.DataFrame | Absent, out: Path) -> None:
     """Writes the files of a section; without data it removes those of an earlier call, which are of other runs."""
     svg, csv = (out / f"merge_{section.name}.{kind}" for kind in ("svg", "csv"))

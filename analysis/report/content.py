@@ -40,6 +40,10 @@ class Shown:
     svg: str
     png: bytes
 
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        return self.png
+
 
 @dataclass(frozen=True, eq=False)
 class Report:
@@ -67,6 +71,29 @@ class Report:
     left_out: Sequence[tuple[str, str]]
     tables: Sequence[Table]
     commands: Sequence[str]
+
+    def figure(self, name: str) -> Shown | Absent:
+        """Returns a figure by its name (charts.py), or why there is none.
+
+        Raises:
+            ValueError: no figure has this name.
+        """
+        titles = {chart.name: chart.title for chart in CHARTS}
+        if name not in titles:
+            raise ValueError(f"no figure {name!r}: expected one of {', '.join(titles)}")
+        shown = {each.name: each for each in self.shown}
+        return shown[name] if name in shown else Absent(dict(self.left_out)[titles[name]])
+
+    def table(self, name: str) -> Table:
+        """Returns a table by its name.
+
+        Raises:
+            ValueError: the report has no table of this name.
+        """
+        found = {table.name: table for table in (self.arms, self.excluded, *self.tables)}
+        if name not in found:
+            raise ValueError(f"no table {name!r}: this report has {', '.join(found)}")
+        return found[name]
 
 
 def report(evidence: Evidence, command: str) -> Report:

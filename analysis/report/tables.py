@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import markdown
 from analysis.markdown import interval, number
 from analysis.plan import CRITERIA
 from analysis.runs import Runs
@@ -40,6 +41,10 @@ class Table:
     note: str = ""
     text: Sequence[str] = ()
     long: bool = False
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return f"**{self.title}**\n\n{markdown.table(self.columns, self.rows, self.text)}\n\n{self.note}"
 
 
 def tables(runs: Runs, result: StudyResult) -> list[Table]:

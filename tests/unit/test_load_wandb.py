@@ -137,9 +137,15 @@ def test_a_project_is_read_whole_not_the_500_rows_of_history_wandb_5994(online: 
 
 
 def test_every_page_of_a_project_is_read(online: WandbServer) -> None:
-    online.runs += [ServerRun(f"r{seed}", config=settings(seed, 2), rows=rows([1, 2])) for seed in range(120)]
-    assert load_runs("team/study").runs["seed"].tolist() == list(range(120))
+    online.runs += [
+        ServerRun(f"r{seed}", config=settings(seed, 2), rows=rows([1, 2]), tags=["last"] if seed == 119 else [])
+        for seed in range(120)
+    ]
+    runs = load_runs("team/study", tags=["last"])
+    assert runs.runs["seed"].tolist() == [119]
+    assert len(runs.excluded) == 119
     assert [v["cursor"] for name, v in online.requests if name == "Runs"] == [None, "50", "100"]
+    assert online.operations().count("HistoryPage") == 1
 
 
 def test_server_runs_carry_names_tags_and_configuration(online: WandbServer) -> None:
