@@ -6,7 +6,7 @@ Every run that was found and is not used stands in `Runs.excluded`, with the rea
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,14 @@ class Runs:
     excluded: pd.DataFrame
 
     def describe(self) -> str:
-        """Returns which runs are used and which are not, and why: a line each for the latter."""
+        """Returns which runs are used, in one line, and those that are not (`not_used`)."""
         arms = self.runs.groupby("strategy", sort=False)["seed"].apply(lambda seeds: ", ".join(map(str, seeds)))
-        lines = [f"{len(self.runs)} runs: " + "; ".join(f"{arm}, seeds {seeds}" for arm, seeds in arms.items())]
-        lines += [f"not used: {row.where}: {row.reason}" for row in self.excluded.itertuples()]
-        return "\n".join(lines)
+        used = "; ".join(f"{arm}, seeds {seeds}" for arm, seeds in arms.items())
+        return "\n".join([f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}: {used}", *self.not_used()])
+
+    def not_used(self) -> list[str]:
+        """Returns a line for every run that was found and is not used, with the reason."""
+        return [f"not used: {where}: {reason}" for where, reason in self.excluded[["where", "reason"]].to_numpy()]
 
 
 def load_runs(
@@ -78,8 +81,8 @@ def load_runs(
         strategies: arms to use; None: all.
         keys: metrics to load; None: all.
 
-    Of several runs with equal settings, strategy and seed the newest completed one is used; the same W&B run in a
-    directory and elsewhere is read from the directory. The others are excluded.
+    Of several runs with equal settings, strategy and seed the newest completed and whole one is used; the same W&B run
+    in a directory and elsewhere is read from the directory. The others are excluded.
 
     Raises:
         ValueError: a source is nothing of these; no run is left; or two runs of one strategy and seed differ in their
@@ -98,17 +101,8 @@ def load_runs(
                 excluded += [(_name(run), run.where, reason)] if reason else []
                 found += [] if reason else [run]
     read = []
-    for run in _one_each(found, states, excluded):
-        try:
-            history = run.read(keys)
-            status = _status(run, history)
-            if status in states:
-                read.append((run, history, status, run.segments()))
-                continue
-            reason = f"{status}: {len(history)} of {run.planned} updates; states={sorted({*states, status})} takes it"
-        except ValueError as error:
-            reason = str(error)
-        excluded.append((_name(run), run.where, reason))
+    for candidates in _candidates(found, states, excluded):
+        read += _first_usable(candidates, states, keys, excluded)
     excluded_table = pd.DataFrame(excluded, columns=["run", "where", "reason"], dtype=str)
     if not read:
         lines = [f"  {where}: {reason}" for _, where, reason in excluded[:_SHOWN]]
@@ -156,8 +150,10 @@ def _unwanted(
     return None
 
 
-def _one_each(found: Sequence[Found], states: Collection[str], excluded: list[tuple[str, str, str]]) -> list[Found]:
-    """Returns the run to read for every strategy and seed; the others go to `excluded`.
+def _candidates(
+    found: Sequence[Found], states: Collection[str], excluded: list[tuple[str, str, str]]
+) -> Iterator[list[Found]]:
+    """Yields, for every strategy and seed, the runs that may be used, the preferred one first.
 
     Raises:
         ValueError: two runs of one strategy and seed differ in their configuration.
@@ -168,27 +164,50 @@ def _one_each(found: Sequence[Found], states: Collection[str], excluded: list[tu
             wanted.setdefault((run.strategy, run.seed), []).append(run)
         else:
             excluded.append((_name(run), run.where, f"{run.status}; states={sorted({*states, run.status})} takes it"))
-    kept = []
     for runs in wanted.values():
         runs.sort(key=lambda run: (run.status == "completed", run.source == "directory", run.written), reverse=True)
-        first, *others = runs
-        for other in others:
-            same_run = first.wandb_id and first.wandb_id == other.wandb_id
-            if not same_run and first.settings != other.settings:
-                different = sorted(
-                    key
-                    for key in first.settings.keys() | other.settings.keys()
-                    if first.settings.get(key) != other.settings.get(key)
-                )
-                raise ValueError(
-                    f"{first.where} and {other.where} are both {_name(first)} and differ in "
-                    f"{', '.join(different[:_SHOWN])}: load one experiment at a time; choose with groups, tags or "
-                    "strategies, or give its folder"
-                )
-            what = "the same W&B run as" if same_run else "the same settings and seed as"
-            excluded.append((_name(other), other.where, f"{what} {first.where}, which is used"))
-        kept.append(first)
-    return kept
+        for other in runs[1:]:
+            _refuse_different(runs[0], other)
+        yield runs
+
+
+def _refuse_different(first: Found, other: Found) -> None:
+    if _same_run(first, other) or first.settings == other.settings:
+        return
+    keys = sorted(first.settings.keys() | other.settings.keys())
+    different = [key for key in keys if first.settings.get(key) != other.settings.get(key)]
+    raise ValueError(
+        f"{first.where} and {other.where} are both {_name(first)} and differ in {', '.join(different[:_SHOWN])}: load "
+        "one experiment at a time; choose with groups, tags or strategies, or give its folder"
+    )
+
+
+def _same_run(first: Found, other: Found) -> bool:
+    return bool(first.wandb_id) and first.wandb_id == other.wandb_id
+
+
+def _first_usable(
+    candidates: Sequence[Found],
+    states: Collection[str],
+    keys: Collection[str] | None,
+    excluded: list[tuple[str, str, str]],
+) -> list[tuple[Found, History, str, pd.DataFrame]]:
+    """Returns the first candidate that can be read and has a status of `states`, read; the others are excluded."""
+    for index, run in enumerate(candidates):
+        try:
+            history = run.read(keys)
+            status = _status(run, history)
+            if status in states:
+                used = run, history, status, run.segments()
+                for other in candidates[index + 1 :]:
+                    what = "the same W&B run as" if _same_run(run, other) else "the same settings and seed as"
+                    excluded.append((_name(other), other.where, f"{what} {run.where}, which is used"))
+                return [used]
+            reason = f"{status}: {len(history)} of {run.planned} updates; states={sorted({*states, status})} takes it"
+        except ValueError as error:
+            reason = str(error)
+        excluded.append((_name(run), run.where, reason))
+    return []
 
 
 def _status(run: Found, history: History) -> str:

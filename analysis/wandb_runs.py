@@ -64,7 +64,7 @@ def wandb_project(path: str) -> Iterator[Found | Unusable]:
         runs = wandb.Api(timeout=_TIMEOUT_S).runs(path, lazy=False)
         yield from (_server_run(run, path) for run in runs)
     except (UsageError, AuthenticationError) as error:
-        raise ValueError(f"{error}. Log in with `wandb login`; WANDB_BASE_URL names the server") from error
+        raise ValueError(f"{error} (`wandb login` logs in; WANDB_BASE_URL names the server)") from error
     except (CommError, ValueError) as error:
         raise ValueError(f"{error}; expected entity/project that this login may read") from error
 

@@ -41,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the report, and prints its verdict, its warnings and where it is.
+    """Writes the report, and prints its verdict, its warnings and where it is; on stderr, the runs that are not used.
 
     Raises:
         ValueError: no run is usable, or the plan, a source or the document cannot be read.
@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         tags=arguments.tag,
         strategies=arguments.strategy,
     )
+    sys.stderr.writelines(f"{line}\n" for line in runs.not_used())
     found = report(Evidence.of(runs, plan), _command(arguments))
     filled = None if document is None else _filled(arguments, document, found)
     write(found, arguments.out)

@@ -94,7 +94,7 @@ def test_filters_name_every_run_that_they_leave_out(tmp_path: Path) -> None:
         "group 'other' is none of ['unit']",
     }
     assert kept.describe().splitlines() == [
-        "1 runs: replace, seeds 0",
+        "1 run: replace, seeds 0",
         f"not used: {tmp_path}/b: strategy 'exact' is none of ['live', 'replace']",
         f"not used: {tmp_path}/c: group 'other' is none of ['unit']",
     ]

@@ -213,6 +213,16 @@ def test_a_run_uploaded_twice_counts_once_the_newer_upload_wandb_2858(online: Wa
     assert "the same settings and seed as team/study/again" in runs.excluded.loc[0, "reason"]
 
 
+def test_a_whole_run_is_preferred_to_a_newer_upload_that_lacks_updates_wandb_2971(online: WandbServer) -> None:
+    online.runs += [
+        ServerRun("whole", config=settings(0, 2), rows=rows([1, 2]), heartbeat="2026-11-01T01:00:00Z"),
+        ServerRun("short", config=settings(0, 2), rows=rows([2]), heartbeat="2026-11-02T01:00:00Z"),
+    ]
+    runs = load_runs("team/study")
+    assert runs.runs["wandb_id"].tolist() == ["whole"]
+    assert runs.excluded["reason"].str.startswith("incomplete: 1 of 2 updates").all()
+
+
 def test_a_server_that_fails_for_a_moment_is_asked_again(online: WandbServer) -> None:
     online.runs.append(ServerRun("r", config=settings(0, 2), rows=rows([1, 2])))
     online.failures = [502, 503]
@@ -226,7 +236,5 @@ def test_an_unknown_project_and_a_refused_key_say_what_to_do(
     with pytest.raises(ValueError, match=r"team/absent: no such folder here, .* W&B project: Could not find .*absent"):
         load_runs("team/absent")
     monkeypatch.setenv("WANDB_API_KEY", KEY[::-1])
-    with pytest.raises(
-        ValueError, match=r"team/study: no such folder here, .* not logged in.* Log in with `wandb login`"
-    ):
+    with pytest.raises(ValueError, match=r"team/study: no such folder here, .* not logged in.*`wandb login` logs in"):
         load_runs("team/study")
