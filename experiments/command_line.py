@@ -166,7 +166,7 @@ class Composer:
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Returns what `hydra.compose` with the fixed overrides of Hydra and `overrides` would, the `hydra` node included.
+        """Returns what Hydra composes of its own fixed overrides and `overrides`, the `hydra` node included.
 
         Raises:
             HydraException: an override does not fit.

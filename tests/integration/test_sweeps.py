@@ -75,7 +75,7 @@ def test_the_launcher_changes_no_number_and_what_is_there_is_neither_repeated_no
     assert code == 0, errors
     files = sorted(path.relative_to(tmp_path / "a") for path in tmp_path.glob("a/**/metrics.jsonl"))
     assert [str(file.parent) for file in files] == [
-        f"smoke/{rule}/seed0/shadow=off,steps=2" for rule in ("exact", "replace")
+        f"smoke/{rule}/seed0/shadow=off,steps=2,threads=1" for rule in ("exact", "replace")
     ]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
@@ -87,7 +87,7 @@ def test_the_launcher_changes_no_number_and_what_is_there_is_neither_repeated_no
 
     taken = tmp_path / "a" / files[0].parent
     kept = {file: file.read_bytes() for file in taken.rglob("*") if file.is_file()}
-    code, printed, errors = sweep("steps=3", f"hydra.sweep.dir={taken.parent}", "hydra.sweep.subdir='{taken.name}'")
+    code, printed, errors = sweep("steps=3", f"hydra.sweep.dir={taken.parent}", f"hydra.sweep.subdir='{taken.name}'")
     assert (code, printed) == (2, "")
     assert "holds the run of another configuration (steps=2, now steps=3)" in errors
     assert {file: file.read_bytes() for file in taken.rglob("*") if file.is_file()} == kept
@@ -159,7 +159,7 @@ def test_an_interrupted_sweep_saves_checkpoints_leaves_no_process_and_goes_on(tm
 def test_two_starts_at_once_share_no_folder_and_a_killed_one_is_taken_over(tmp_path):
     jobs = ("seed=0", "steps=400", f"hydra.sweep.dir={tmp_path}")
     first = start(*jobs)
-    folder = tmp_path / "smoke" / "replace" / "seed0" / "shadow=off,steps=400"
+    folder = tmp_path / "smoke" / "replace" / "seed0" / "shadow=off,steps=400,threads=1"
     wait_for(lambda: (folder / "metrics.jsonl").is_file(), "the run")
     code, _, errors = sweep(*jobs)
     assert code == 1
