@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
-SMOKE = ("experiment=smoke", "threads=1", "tracking=disabled")
+SMOKE = ("experiment=smoke", "threads=1", "shadow=off", "tracking=disabled")
 TIMEOUT_S = 600
 
 
@@ -63,7 +63,7 @@ def processes_of(group: int):
     return found
 
 
-def test_a_second_start_skips_what_is_completed_and_the_launcher_does_not_change_the_numbers(tmp_path):
+def test_the_launcher_changes_no_number_and_what_is_there_is_neither_repeated_nor_overwritten(tmp_path):
     jobs = ("steps=2", "strategy=replace,exact")
     code, printed, errors = sweep(*jobs, f"hydra.sweep.dir={tmp_path / 'a'}")
     assert code == 0, errors
@@ -74,7 +74,9 @@ def test_a_second_start_skips_what_is_completed_and_the_launcher_does_not_change
     code, printed, errors = sweep(*jobs, f"hydra.sweep.dir={tmp_path / 'b'}", "hydra/launcher=joblib")
     assert code == 0, errors
     files = sorted(path.relative_to(tmp_path / "a") for path in tmp_path.glob("a/**/metrics.jsonl"))
-    assert [str(file.parent) for file in files] == [f"smoke/{rule}/seed0/steps=2" for rule in ("exact", "replace")]
+    assert [str(file.parent) for file in files] == [
+        f"smoke/{rule}/seed0/shadow=off,steps=2,threads=1" for rule in ("exact", "replace")
+    ]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
         assert (tmp_path / "a" / file.with_name(".hydra") / "config.yaml").is_file()
@@ -82,6 +84,13 @@ def test_a_second_start_skips_what_is_completed_and_the_launcher_does_not_change
     code, printed, errors = sweep(*jobs, f"hydra.sweep.dir={tmp_path / 'b'}")
     assert (code, errors.count("completed before, skipped")) == (0, 2)
     assert {file: (tmp_path / "b" / file).stat().st_mtime_ns for file in files} == before
+
+    taken = tmp_path / "a" / files[0].parent
+    kept = {file: file.read_bytes() for file in taken.rglob("*") if file.is_file()}
+    code, printed, errors = sweep("steps=3", f"hydra.sweep.dir={taken.parent}", f"hydra.sweep.subdir='{taken.name}'")
+    assert (code, printed) == (2, "")
+    assert "holds the run of another configuration (steps=2, now steps=3)" in errors
+    assert {file: file.read_bytes() for file in taken.rglob("*") if file.is_file()} == kept
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
@@ -108,20 +117,7 @@ def test_a_failing_job_does_not_end_the_sweep_and_its_next_start_is_a_new_run(tm
     assert len(list((tmp_path / "0" / "wandb").glob("offline-run-*"))) == 1
 
 
-def test_another_configurations_run_is_never_overwritten(tmp_path):
-    folder = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=one")
-    assert sweep("steps=1", *folder)[0] == 0
-    kept = (tmp_path / "one" / ".hydra" / "config.yaml").read_bytes()
-    code, printed, errors = sweep("steps=2", *folder)
-    assert (code, printed) == (2, "")
-    assert "holds the run of another configuration (steps=1, now steps=2)" in errors
-    assert (tmp_path / "one" / ".hydra" / "config.yaml").read_bytes() == kept
-    assert summary(tmp_path / "one")["steps"] == 1
-
-
-@pytest.mark.parametrize(
-    ("launcher", "to_group"), [("basic", True), ("basic", False), ("joblib", True), ("joblib", False)]
-)
+@pytest.mark.parametrize(("launcher", "to_group"), [("basic", True), ("joblib", True), ("joblib", False)])
 def test_an_interrupted_sweep_saves_checkpoints_leaves_no_process_and_goes_on(tmp_path, launcher, to_group):
     """A terminal sends SIGINT to the whole process group; `kill` sends SIGTERM to one process."""
     two_at_once = ("hydra.launcher.n_jobs=2",) if launcher == "joblib" else ()
@@ -163,7 +159,7 @@ def test_an_interrupted_sweep_saves_checkpoints_leaves_no_process_and_goes_on(tm
 def test_two_starts_at_once_share_no_folder_and_a_killed_one_is_taken_over(tmp_path):
     jobs = ("seed=0", "steps=400", f"hydra.sweep.dir={tmp_path}")
     first = start(*jobs)
-    folder = tmp_path / "smoke" / "replace" / "seed0" / "steps=400"
+    folder = tmp_path / "smoke" / "replace" / "seed0" / "shadow=off,steps=400,threads=1"
     wait_for(lambda: (folder / "metrics.jsonl").is_file(), "the run")
     code, _, errors = sweep(*jobs)
     assert code == 1

@@ -2,7 +2,9 @@
 
 import os
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from experiments import command_line
 from experiments.check import ConfigError
@@ -58,6 +60,25 @@ def test_what_else_is_swept_makes_a_level_of_its_own():
 def test_no_two_jobs_share_a_folder_whatever_is_swept(arguments):
     found = folders(*arguments)
     assert len(set(found)) == len(found) > 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=3", "strategy=exact", "experiment=pr6046"],
+        ["+task.datasets.0.params.min_words=1", "engine=sglang", "steps=7", "task=spell_backward"],
+        ["experiment=smoke", "++schedule.cost.sync_s=2", "+strategy.extra='a=b'", "shadow.strategies=[live]"],
+    ],
+    ids=" ".join,
+)
+def test_a_job_is_planned_as_hydra_will_compose_it(overrides):
+    of_hydra = ["hydra.sweep.dir=elsewhere", command_line.MULTIRUN]
+    with command_line.composing():
+        composer = command_line.Composer("config", of_hydra)
+        composer.compose([o for o in overrides if "strategy" not in o])
+        ours = composer.compose(overrides)
+        theirs = hydra.compose("config", overrides=[*of_hydra, *overrides], return_hydra_config=True)
+    assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
 
 
 def test_two_jobs_of_one_folder_are_refused():
