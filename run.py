@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments import check, command_line, schema
-from experiments.run_dir import claim, claimed_elsewhere, write_composition
+from experiments.run_dir import claim, claimed_elsewhere
 
 command_line.register()
 
@@ -39,7 +39,6 @@ def run_job(node: DictConfig, started: float | None = None) -> int:
         from experiments.verl_backend.launch import Job as ClusterJob
         from experiments.verl_backend.launch import launch as launch_on_cluster
 
-        write_composition(run_dir, node)
         return launch_on_cluster(ClusterJob(config, node, strategy_name, run_dir, command))
     from experiments.launch import Job, launch  # torch, megatron-core and transformers, only now
     from experiments.score import score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ type ReadHistory = Callable[[Collection[str] | None], History]
 _NOT_WALKED = frozenset({"wandb", "checkpoint", "rollouts", ".hydra"})
 
 # Where a run writes and what it calls itself in W&B does not change its numbers.
-_NOT_COMPARED = ("tracking", "resume", "record", "task.warm_start.cache_dir")
+_NOT_COMPARED = ("tracking", "resume", "record", "task.warm_start.cache_dir", "backend.verl.trainer.resume_mode")
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -60,6 +61,13 @@ class Found:
     facts: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     segments: Callable[[], pd.DataFrame] = lambda: pd.DataFrame(columns=list(SEGMENT_COLUMNS))
+
+    @property
+    def planned_rows(self) -> int | None:
+        """Rows of a complete history: one per update; in verl one per weight sync and one for the rest."""
+        if self.planned is None or self.config.get("backend.name") != "verl":
+            return self.planned
+        return math.ceil(self.planned / self.config["schedule.sync_interval"])
 
     @property
     def settings(self) -> dict[str, Any]:

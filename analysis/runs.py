@@ -33,7 +33,7 @@ class Runs:
     Attributes:
         history: one row per run and update, sorted by them: `run`, `strategy` (categorical), `seed`, `step`, then one
             float64 column per metric, NaN where it was not logged.
-        runs: one row per run, its name the index: `strategy`, `seed`, `status`, `steps` (updates logged), `planned`
+        runs: one row per run, its name the index: `strategy`, `seed`, `status`, `steps` (rows logged), `planned`
             (updates configured), `experiment`, `group` (its name in W&B), `tags`, `source`, `where`, `wandb_id`, and
             what the source knows besides (`config_hash`, `git_sha`, `seconds`, `command`, ...).
         configs: run -> flat configuration, `trainer.learning_rate` -> 1e-4.
@@ -74,8 +74,8 @@ def load_runs(
         sources: a folder with run directories at any depth; a folder with offline W&B runs (`*.wandb`) and no run
             directory, or one such file; or a W&B project, `entity/project`.
         states: statuses to use: `completed`, `running`, `failed`, `interrupted`, `crashed`, or `incomplete`: called
-            completed, with fewer updates than configured. Not the tracker's word alone: W&B calls a run finished whose
-            process ended well.
+            completed, with fewer rows than the configuration asks for (one per update; in verl one per weight sync).
+            Not the tracker's word alone: W&B calls a run finished whose process ended well.
         groups: experiments to use (group in W&B); None: all.
         tags: a run needs one of them; None: all.
         strategies: arms to use; None: all.
@@ -203,7 +203,7 @@ def _first_usable(
                     what = "the same W&B run as" if _same_run(run, other) else "the same settings and seed as"
                     excluded.append((_name(other), other.where, f"{what} {run.where}, which is used"))
                 return [used]
-            reason = f"{status}: {len(history)} of {run.planned} updates; states={sorted({*states, status})} takes it"
+            reason = f"{status}: {len(history)} of {run.planned_rows} rows; states={sorted({*states, status})} takes it"
         except ValueError as error:
             reason = str(error)
         excluded.append((_name(run), run.where, reason))
@@ -211,7 +211,7 @@ def _first_usable(
 
 
 def _status(run: Found, history: History) -> str:
-    short = run.planned is not None and len(history) < run.planned
+    short = run.planned_rows is not None and len(history) < run.planned_rows
     return INCOMPLETE if run.status == "completed" and short else run.status
 
 

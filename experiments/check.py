@@ -23,6 +23,7 @@ from experiments.schema import ClockKind, Config, EngineConfig, Mode, Pause, Rat
 from strategies.base import MergeStrategy
 
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
+VERL_CHECKPOINT_FILE = Path("checkpoint") / "latest_checkpointed_iteration.txt"
 """Where a run directory keeps its newest checkpoint."""
 
 EXACT_TARGETS = ("strategies.Exact", "strategies.exact.Exact")

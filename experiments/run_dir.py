@@ -22,7 +22,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.check import CHECKPOINT_FILE, ConfigError
+from experiments.check import CHECKPOINT_FILE, VERL_CHECKPOINT_FILE, ConfigError
 from experiments.recording import FOLDER, INDEX
 from experiments.tracking.run_folder import config_hash, flatten, plain_config
 
@@ -66,21 +66,23 @@ class Found:
 def inspect(run_dir: Path, node: DictConfig) -> Found:
     """Returns what `run_dir` holds for a job whose tracked configuration is `node`.
 
-    verl writes no summary.json: there the job file says how the run ended.
+    The plan of a run in verl (`dry_run`) leaves no file of its own: the job file says that it was printed.
     """
     ours = plain_config(node)
     summary, theirs = _read(run_dir / "summary.json"), run_dir / HYDRA_FOLDER / "config.yaml"
     if not summary and not theirs.is_file():
-        return Found(State.new)
+        printed = ours["dry_run"] and read_job(run_dir).get("status") == "completed"
+        return Found(State.completed if printed else State.new)
     if summary.get("config_hash", _hash_of(theirs)) != config_hash(ours):
         return Found(State.foreign, f"{run_dir} holds the run of another configuration{_difference(theirs, ours)}")
-    if (summary or read_job(run_dir)).get("status") == "completed":
+    if summary.get("status") == "completed":
         if ours["record"] and not (run_dir / FOLDER / INDEX).is_file():
             return Found(
                 State.foreign, f"{run_dir} holds the completed run without the recording that record=true asks"
             )
         return Found(State.completed)
-    return Found(State.resumable if (run_dir / CHECKPOINT_FILE).is_file() else State.crashed)
+    saved = any((run_dir / file).is_file() for file in (CHECKPOINT_FILE, VERL_CHECKPOINT_FILE))
+    return Found(State.resumable if saved else State.crashed)
 
 
 def _read(path: Path) -> dict[str, Any]:

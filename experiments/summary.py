@@ -143,8 +143,10 @@ def _time_lines(summary: Summary) -> list[str]:
 
 
 def _next_command(summary: Summary) -> str:
-    """Returns the run's own command with another strategy; with `resume=` when it was interrupted."""
+    """Returns the run's own command with another strategy; what continues it when it was interrupted."""
     words = [word for word in shlex.split(summary["command"]) if word.split("=")[0] not in ("resume", "hydra.run.dir")]
+    if summary["status"] == "interrupted" and summary["engine"] == "verl":
+        return shlex.join([*words, "backend.verl.trainer.resume_mode=auto", f"hydra.run.dir={summary['folder']}"])
     if summary["status"] == "interrupted":
         return shlex.join([*words, f"resume={summary['folder']}"])
     other = "strategy=exact" if summary["strategy"] == "slice_concat" else "strategy=slice_concat"

@@ -26,7 +26,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments.check import ConfigError
 from experiments.command_line import CONF, PlannedJob, Sweep, composing, recorded
@@ -95,12 +95,10 @@ def _attempt(claimed: Claim, node: DictConfig, found: Found, run_dir: Path, work
     if found.state is State.completed:
         claimed.note("completed")
         return COMPLETED
-    if node.backend.name == "local":  # verl continues from its own checkpoints by itself
-        if found.state is State.crashed:
-            clear(run_dir)
-        if found.state is State.resumable:
-            with open_dict(node):
-                node.resume = str(run_dir)
+    if found.state is State.crashed:
+        clear(run_dir)
+    if found.state is State.resumable:
+        _let_it_resume(node, run_dir)
     status, error = FAILED, None
     try:
         if found.state is State.foreign:
@@ -117,6 +115,15 @@ def _attempt(claimed: Claim, node: DictConfig, found: Found, run_dir: Path, work
         print(f"run.py: {run_dir}: {error}", file=sys.stderr)
     claimed.note({COMPLETED: "completed", INTERRUPTED: "interrupted"}.get(status, "failed"), error)
     return status
+
+
+def _let_it_resume(node: DictConfig, run_dir: Path) -> None:
+    """Sets what makes the job continue from the checkpoint in its run directory."""
+    with open_dict(node):
+        if node.backend.name == "verl":
+            OmegaConf.update(node, "backend.verl.trainer.resume_mode", "auto")
+        else:
+            node.resume = str(run_dir)
 
 
 def _stoppable(work: Work, stop: Stop, node: DictConfig) -> int:

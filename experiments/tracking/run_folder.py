@@ -43,7 +43,13 @@ _RECORDED_PACKAGES = (
 )
 
 # Where a run writes and what it calls itself in W&B does not change its numbers.
-NOT_HASHED = (("tracking",), ("resume",), ("record",), ("task", "warm_start", "cache_dir"))
+NOT_HASHED = (
+    ("tracking",),
+    ("resume",),
+    ("record",),
+    ("task", "warm_start", "cache_dir"),
+    ("backend", "verl", "trainer", "resume_mode"),
+)
 
 
 def clean_row(step: int, metrics: Mapping[str, float]) -> Row:
@@ -212,7 +218,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     for path in NOT_HASHED:
         node = kept
         for key in path[:-1]:
-            node = node.get(key, {})
+            node = node.get(key) or {}  # `backend.verl` is null in a local run
         node.pop(path[-1], None)
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

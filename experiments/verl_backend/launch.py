@@ -16,7 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.check import ConfigError, build_strategies, check_names, strategy_nodes
+from experiments.check import VERL_CHECKPOINT_FILE, ConfigError, build_strategies, check_names, strategy_nodes
+from experiments.run_dir import State, inspect, write_composition
 from experiments.schema import Config, OldLogProb
 from experiments.tracking import Tracker
 from experiments.verl_backend.compose import lay_over, verl_defaults, verl_folder
@@ -56,7 +57,8 @@ def launch(job: Job) -> int:
     """Runs one experiment in verl, or prints its plan (`dry_run`), and returns the exit code.
 
     Raises:
-        ConfigError: verl cannot carry out the strategy, or verl's configuration has no such key.
+        ConfigError: verl cannot carry out the strategy, verl's configuration has no such key, or the run directory
+            holds a run that this one does not continue.
     """
     check_names(job.strategy_name, job.config)
     mode = strategy_mode(job.config)
@@ -71,12 +73,30 @@ def launch(job: Job) -> int:
         print(f"run.py: bad configuration: {len(failures)} preflight checks failed:", file=sys.stderr)
         print("\n".join(f"  - {failure}" for failure in failures), file=sys.stderr)
         return REFUSED
+    check_run_dir(job, verl)
     job.run_dir.mkdir(parents=True, exist_ok=True)
+    write_composition(job.run_dir, job.node)
     OmegaConf.save(agent_loops(job.config, mode), job.run_dir / "agent_loops.yaml")
     OmegaConf.save(verl, job.run_dir / "verl.yaml")
     from experiments.verl_backend.start import RecordedRunner, start
 
     return start(verl, RecordedRunner(job.run_dir, tracker_opener(job, verl)))
+
+
+def check_run_dir(job: Job, verl: DictConfig) -> None:
+    """Refuses a run directory that holds a run which this one does not continue.
+
+    Raises:
+        ConfigError: it does.
+    """
+    found = inspect(job.run_dir, job.node)
+    if found.state is State.foreign:
+        raise ConfigError(found.reason)
+    if found.state is not State.new and resumed_update(job, verl) is None:
+        raise ConfigError(
+            f"{job.run_dir} holds a run already: with a checkpoint of verl in it, "
+            "backend.verl.trainer.resume_mode=auto continues it; else choose another hydra.run.dir"
+        )
 
 
 def tracker_opener(job: Job, verl: DictConfig) -> Callable[[], Tracker]:
@@ -97,7 +117,7 @@ def tracker_opener(job: Job, verl: DictConfig) -> Callable[[], Tracker]:
 
 def resumed_update(job: Job, verl: DictConfig) -> int | None:
     """Returns the update of the checkpoint that verl will continue from in this run directory; None for a new run."""
-    newest = Path(verl.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+    newest = job.run_dir / VERL_CHECKPOINT_FILE
     if verl.trainer.resume_mode != "auto" or not newest.is_file():
         return None
     return int(newest.read_text(encoding="utf-8")) * job.config.schedule.sync_interval

@@ -118,9 +118,19 @@ def test_an_unfinished_run_is_left_out_loudly_and_taken_when_asked_for(tmp_path:
 
 def test_completed_with_too_few_updates_is_incomplete_whatever_its_summary_says(tmp_path: Path) -> None:
     write(tmp_path, steps=3)
-    with pytest.raises(ValueError, match="incomplete: 2 of 3 updates"):
+    with pytest.raises(ValueError, match="incomplete: 2 of 3 rows"):
         load_runs(tmp_path)
     assert load_runs(tmp_path, states=["incomplete"]).runs["status"].tolist() == ["incomplete"]
+
+
+def test_a_run_in_verl_is_complete_with_a_row_per_weight_sync_and_one_for_the_rest(tmp_path: Path) -> None:
+    settings = {"backend": {"name": "verl"}, "schedule": {"sync_interval": 4}}
+    rows = [{"step": 4, "a": 0.5}, {"step": 6, "a": 1.5}]
+    write(tmp_path / "whole", rows=rows, steps=6, **settings)
+    write(tmp_path / "cut", rows=rows[:1], steps=6, seed=1, **settings)
+    runs = load_runs(tmp_path)
+    assert list(runs.runs["seed"]) == [0]
+    assert "1 of 2 rows" in runs.excluded["reason"].item()
 
 
 def test_broken_folders_are_named_and_do_not_stop_the_others(tmp_path: Path) -> None:

@@ -44,12 +44,24 @@ def test_a_run_that_died_before_its_summary_is_known_by_its_configuration(tmp_pa
     assert run_dir.inspect(tmp_path, compose("experiment=smoke", "seed=1")).state is State.foreign
 
 
-def test_a_run_in_verl_writes_no_summary_and_is_known_by_its_job_file(tmp_path, node):
-    run_dir.write_composition(tmp_path, node)
+def test_a_printed_plan_leaves_only_the_job_file_and_is_not_a_run(tmp_path, node):
     with run_dir.claim(tmp_path) as claimed:
         assert claimed is not None
         claimed.note("completed")
-    assert run_dir.inspect(tmp_path, node).state is State.completed
+    plan = compose("experiment=smoke", "dry_run=true")
+    assert run_dir.inspect(tmp_path, plan).state is State.completed
+    assert run_dir.inspect(tmp_path, node).state is State.new
+
+
+def test_a_run_in_verl_is_resumable_from_verls_checkpoint_whatever_its_resume_mode(tmp_path):
+    arguments = ("experiment=qwen3_moe_tiny_verl", "strategy=replace")
+    write_summary(tmp_path, compose(*arguments), "failed")
+    assert run_dir.inspect(tmp_path, compose(*arguments)).state is State.crashed
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert run_dir.inspect(tmp_path, compose(*arguments)).state is State.resumable
+    resuming = compose(*arguments, "backend.verl.trainer.resume_mode=auto")
+    assert run_dir.inspect(tmp_path, resuming).state is State.resumable
 
 
 def test_what_does_not_change_the_numbers_does_not_make_another_run(tmp_path, node):

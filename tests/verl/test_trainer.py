@@ -23,9 +23,13 @@ from verl.trainer.ppo.utils import Role
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 
+from analysis import __main__ as analysis
 from analysis.load import read_run
+from analysis.runs import load_runs
 from experiments import check
 from experiments.metrics.registry import undeclared
+from experiments.run_dir import write_composition
+from experiments.summary import comparison_table, read_summary
 from experiments.verl_backend import start as start_module
 from experiments.verl_backend.agent_loops import ROLLOUT_FIELD
 from experiments.verl_backend.compose import lay_over, verl_defaults
@@ -247,7 +251,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_leaves_the_record_of_a_local_run(folder: Path):
-    (folder / ".hydra").mkdir(parents=True)
     job = job_of(folder, "strategy=slice_concat", "schedule.sync_interval=2", "shadow.every=2")
     workers, code = train(job, updates=5)
     assert code == 0
@@ -272,12 +275,37 @@ def test_a_run_leaves_the_record_of_a_local_run(folder: Path):
     lines = rows_of_file(folder / "merge_errors.jsonl")
     assert {line["step"] for line in lines} == {4, 6, 7}
     assert {entry["strategy"] for entry in summary["decision"]["ranking"]} == {"slice_concat", "replace"}
-    OmegaConf.save(job.node, folder / ".hydra" / "config.yaml")  # as Hydra does before run.py's own code runs
+    write_composition(folder, job.node)  # as launch.py does
     run = read_run(folder)
     assert (run.seed, run.statistic("actor/ppo_kl")) == (0, np.mean([row["actor/ppo_kl"] for row in rows]))
     assert set(run.segments["strategy"]) == {"slice_concat", "replace"}
     timings = rows_of_file(folder / "timings.jsonl")
     assert {"time/wall_s", "time/train_s", "time/score_s"} <= set(timings[0])
+
+
+def test_runs_in_verl_are_read_as_local_runs_are(folder: Path):
+    """By the loader, the report and the table; a row is a weight sync, here of two updates, and the last one of one."""
+    jobs = [
+        job_of(folder / rule, f"strategy={rule}", "schedule.sync_interval=2", "shadow.every=2", "steps=6")
+        for rule in ("replace", "slice_concat")
+    ]
+    for job in jobs:
+        assert train(job, updates=5)[1] == 0
+        write_composition(job.run_dir, job.node)
+    runs = load_runs(folder)
+    assert runs.excluded.empty
+    assert runs.history["step"].tolist() == [4, 6, 7] * 2
+    assert runs.runs["status"].tolist() == ["completed"] * 2
+    assert runs.runs["engine"].tolist() == ["verl"] * 2
+    assert set(runs.segments["run"]) == {"replace-s0", "slice_concat-s0"}
+    assert runs.versions["replace-s0"]["verl"] == "0.9.1"
+    table = comparison_table([read_summary(job.run_dir) for job in jobs]).splitlines()
+    assert [line.split()[:2] for line in table[1:3]] == [["replace", "0"], ["slice_concat", "0"]]
+    assert all("-" not in line.split() for line in table[1:3])
+    assert analysis.main(["report", str(folder), "--out", str(folder / "report")]) == 0
+    page = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert "slice_concat" in page
+    assert (folder / "report" / "summary.md").is_file()
 
 
 def test_gated_by_lag_is_merged_with_the_trainers_version(folder: Path):
