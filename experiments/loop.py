@@ -193,7 +193,8 @@ class Loop:
             if progress.step % settings.sync_interval == 0:
                 try:
                     await self._sync(last=progress.step == settings.steps)
-                except EngineLost:
+                except EngineLost:  # a resumed engine starts with these weights: for it the sync is made
+                    self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)
                     self._save_checkpoint()
                     raise
         if progress.step % settings.sync_interval:
@@ -205,10 +206,12 @@ class Loop:
         Some syncs save a checkpoint; the last one of a run does, and leaves the engine paused.
         """
         every = self._settings.checkpoint_every
-        await self._engine.pause(self._settings.pause_mode)
-        started = time.perf_counter()
-        self._published = self._trainer.weights()
-        self.progress.version += 1
+        try:
+            await self._engine.pause(self._settings.pause_mode)
+        finally:  # also when the engine is lost here: the weights of the checkpoint are those of the next version
+            started = time.perf_counter()
+            self._published = self._trainer.weights()
+            self.progress.version += 1
         await self._engine.load_weights(self._published, self.progress.version)
         self.sync_seconds += time.perf_counter() - started
         self._reopen_window(self._rollouter.open_rollouts + self._queue.samples)

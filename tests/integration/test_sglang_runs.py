@@ -27,19 +27,28 @@ def server():
         yield running
 
 
-def test_a_failed_update_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(smoke_run, server, capsys):
+@pytest.mark.parametrize(
+    ("path", "fault", "message", "held"),
+    [
+        ("/update_weights_from_disk", (400, {"message": "no space"}), "update to weight version 3", "2"),
+        ("/pause_generation", "drop", "pause (abort)", "2"),
+        ("/continue_generation", (500, {"message": "no"}), "resume", "3"),
+    ],
+)
+def test_a_failed_sync_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(
+    smoke_run, server, capsys, path, fault, message, held
+):
     arguments = ("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat", "shadow.every=0")
-    refusal = (400, {"success": False, "message": "Failed to update weights: no space"})
-    server.faults["/update_weights_from_disk"] = [None, None, None, refusal]  # the start, syncs 1 and 2, sync 3
+    arguments += ("schedule.staleness_threshold=0",)  # nothing is ready for the next update before this sync is made
+    server.faults[path] = [None, None, None, fault]  # the start, syncs 1 and 2, sync 3
     failed = smoke_run(*arguments)
     assert failed.code == 1
     assert [row["loop/trainer_version"] for row in failed.rows] == [0, 1, 2]
     printed = capsys.readouterr().err
-    assert "EngineLost: update to weight version 3" in printed
+    assert f"EngineLost: {message}" in printed
     assert f"The newest checkpoint can be continued with resume={failed.folder}" in printed
-    assert server.version == "2"
+    assert server.version == held
 
-    server.faults.clear()
     resumed = smoke_run(*arguments, f"resume={failed.folder}")
     assert resumed.code == 0
     assert [row["loop/trainer_version"] for row in resumed.rows] == list(range(8))

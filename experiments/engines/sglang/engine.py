@@ -238,7 +238,7 @@ class SGLangEngine:
             if mode == "abort":
                 await self._drain(client)
             await client.pause(mode)
-        except ConnectionLost as error:
+        except (ConnectionLost, ServerRefused) as error:
             await self._recover(incarnation, f"pause ({mode})", error)
 
     async def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -278,7 +278,7 @@ class SGLangEngine:
         incarnation, client = await self._current()
         try:
             await client.resume()
-        except ConnectionLost as error:
+        except (ConnectionLost, ServerRefused) as error:
             await self._recover(incarnation, "resume", error)
         self._pause_mode = None
         self._open.set()
