@@ -156,20 +156,17 @@ def _alike(evidence: Evidence) -> list[str]:
 
 
 def _uneven(evidence: Evidence) -> list[str]:
-    """Returns a warning where the seeds are not repetitions of one experiment: no pair shows that, and means hide it."""
+    """Returns a warning where the seeds are not repetitions of one experiment: pairs do not show that."""
     result = evidence.result
     keys = [key for key in varying(evidence.runs, result.arms) if key not in set(result.differences["key"])]
-    return (
-        [f"The runs are of more than one experiment: between seeds they differ in {', '.join(keys)}."] if keys else []
-    )
+    where = ", ".join(keys)
+    return [f"The runs are of more than one experiment: between seeds they differ in {where}."] if keys else []
 
 
 def _unjudged(evidence: Evidence) -> list[str]:
     """Returns a warning where a criterion of collapse could not be met, as its metric is not there."""
-    plan = evidence.result.plan
-    missing = [
-        each.metric for each in (plan.collapse if plan else CRITERIA) if each.metric not in evidence.runs.history
-    ]
+    criteria = evidence.result.plan.collapse if evidence.result.plan else CRITERIA
+    missing = [each.metric for each in criteria if each.metric not in evidence.runs.history]
     return [f"Collapse is not judged by {', '.join(missing)}: no run logged it."] if missing else []
 
 
