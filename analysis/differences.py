@@ -51,6 +51,14 @@ def differences(runs: Runs, arms: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["key", "kind", *arms])
 
 
+def varying(runs: Runs, arms: Sequence[str]) -> list[str]:
+    """Returns the settings and versions that are not the same in all runs of `arms`, whatever their seeds."""
+    chosen = runs.runs.index[runs.runs["strategy"].isin(list(arms))]
+    facts = [own for run in chosen if (own := _facts(runs, str(run)))]
+    keys = {key for own in facts for key in own}
+    return sorted(key[1] for key in keys if len({own[key] for own in facts if key in own}) > 1)
+
+
 def _facts(runs: Runs, run: str) -> dict[tuple[str, str], str]:
     configuration = {
         ("configuration", key): repr(value)

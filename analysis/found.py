@@ -113,6 +113,11 @@ def _run_directory(folder: Path) -> Found | Unusable:
         return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {error}")
     except (KeyError, TypeError, AttributeError) as error:
         return Unusable(str(folder), f"summary.json is none of this project: {type(error).__name__} {error}")
+    parts = [summary.get(key) or {} for key in ("host", "versions", "metrics")]
+    if not (isinstance(strategy, str) and isinstance(status, str) and all(isinstance(part, dict) for part in parts)):
+        return Unusable(str(folder), "summary.json is none of this project: strategy, status, host or metrics")
+    if not isinstance(config.get("steps"), int | None):
+        return Unusable(str(folder), f".hydra/config.yaml: steps: expected a whole number, got {config['steps']!r}")
     facts = (
         "error",
         "config_hash",

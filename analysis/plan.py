@@ -108,7 +108,7 @@ def _plan(tree: Any) -> Plan:
         for index, entry in enumerate(node["primary"])
         for comparison in _comparisons(entry, f"primary[{index}]", arms)
     ]
-    if len(set(primary)) < len(primary):
+    if len({(each.metric, each.reduce, frozenset((each.a, each.b))) for each in primary}) < len(primary):
         raise ValueError("`primary`: a comparison stands there twice; Holm would count it twice")
     collapse = CRITERIA
     if "collapse" in node:
@@ -120,7 +120,7 @@ def _plan(tree: Any) -> Plan:
 
 def _comparisons(entry: Any, where: str, arms: tuple[str, ...]) -> list[Comparison]:
     node = _mapping(entry, f"`{where}`", required={"metric", "reduce", "pairs"})
-    if node["reduce"] not in REDUCTIONS:
+    if not isinstance(node["reduce"], str) or node["reduce"] not in REDUCTIONS:
         raise ValueError(f"`{where}.reduce`: expected one of {', '.join(REDUCTIONS)}, got {node['reduce']!r}")
     if not isinstance(node["metric"], str):
         raise ValueError(f"`{where}.metric`: expected a key of docs/metrics.md, got {node['metric']!r}")
@@ -128,7 +128,7 @@ def _comparisons(entry: Any, where: str, arms: tuple[str, ...]) -> list[Comparis
     if not isinstance(pairs, list) or not pairs:
         raise ValueError(f"`{where}.pairs`: expected a list of pairs of arms, got {pairs!r}")
     for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(arms):
+        if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1] or any(arm not in arms for arm in pair):
             raise ValueError(f"`{where}.pairs`: expected two different ones of the arms {', '.join(arms)}, got {pair}")
     return [Comparison(node["metric"], node["reduce"], a, b) for a, b in pairs]
 

@@ -93,7 +93,7 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     scalar and are named as incomplete.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: there is no run, or none of the arms and seeds of the plan.
     """
     if runs.runs.empty:
         raise ValueError(f"a study needs runs, found none ({len(runs.excluded)} excluded)")
@@ -102,6 +102,10 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     seeds = plan.seeds if plan else tuple(dict.fromkeys(map(int, found["seed"])))
     completeness = tables.completeness(runs, arms, seeds)
     runs = _only(runs, arms, seeds)
+    if runs.runs.empty:
+        raise ValueError(
+            f"none of the {len(found)} runs is of the plan, arms {', '.join(arms)}, seeds {', '.join(map(str, seeds))}"
+        )
     pairs = [(b, a) for a, b in itertools.combinations(arms, 2)]
     primary = list(dict.fromkeys((c.metric, c.reduce) for c in plan.primary)) if plan else []
     secondary = [key for key in SECONDARY if key[0] in runs.history and key not in primary]

@@ -145,12 +145,18 @@ def _churn(runs: Runs) -> pd.DataFrame | Absent:
 def _merge_errors(runs: Runs, by: Callable[..., pd.DataFrame | Absent]) -> pd.DataFrame | Absent:
     if runs.segments.empty:
         return Absent("no merge errors by segment (merge_errors.jsonl) in the source; run with shadow scoring")
-    return by(runs.segments, cluster=_cluster(runs.segments))
+    frame = by(runs.segments, cluster=_cluster(runs.segments))
+    return frame if isinstance(frame, Absent) else frame.rename(columns={"rollouts": _unit(runs.segments)})
 
 
 def _cluster(segments: pd.DataFrame) -> Sequence[str]:
     """Returns the columns of a cluster: the run where there are enough, as its rollouts share its weights."""
     return ("run",) if segments["run"].nunique() >= MIN_CLUSTERS else merge_frames.ROLLOUT
+
+
+def _unit(segments: pd.DataFrame) -> str:
+    """Returns what a cluster is called."""
+    return "runs" if _cluster(segments) == ("run",) else "rollouts"
 
 
 def band_caption(frame: pd.DataFrame, _: Evidence) -> str:
@@ -200,11 +206,11 @@ def _layer_caption(frame: pd.DataFrame, _: Evidence) -> str:
 
 def _merge_caption(_: pd.DataFrame, evidence: Evidence) -> str:
     segments = evidence.runs.segments
-    unit = "runs" if _cluster(segments) == ("run",) else "rollouts"
+    unit = _unit(segments)
     return (
         f"Point: mean over the tokens of all {segments['run'].nunique()} runs, whatever they were trained with: "
         f"every rule is scored on the same rollouts. Bar: {LEVEL:.0%} cluster bootstrap over {unit}; none below "
-        f"{MIN_CLUSTERS} rollouts. exact is zero by construction."
+        f"{MIN_CLUSTERS} {unit}. exact is zero by construction."
     )
 
 
@@ -341,7 +347,8 @@ CHARTS = (
         draw=lambda title, frame, looks, _: figures.by_layer(frame, looks, title, "route/churn (share of slots)"),
         caption=_layer_caption,
         reading="Share of expert slots that a resumed call routed otherwise than the call before it, on the same "
-        "positions. Without churn all merge rules agree; it bounds how far they can differ.",
+        "positions. Without it every rule agrees with exact, but naive_concat, which shifts rows, and those that leave "
+        "positions to the live router.",
         by="layer",
     ),
     _curve(

@@ -17,8 +17,9 @@ from analysis.report import page, summary
 from analysis.report.charts import CHARTS
 from analysis.report.content import Report, report
 from analysis.report.evidence import Evidence
-from analysis.runs import load_runs
+from analysis.runs import INCOMPLETE, load_runs
 
+_KNOWN_STATES = ("completed", "failed", "running", "interrupted", "crashed", INCOMPLETE)
 STATES = ("completed", "failed")
 """A failed run has no whole curve, but when it ended is a result of its arm: collapse is censored data."""
 
@@ -32,7 +33,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--plan", type=Path, metavar="FILE", help="what was declared before the runs (analysis/plans/); "
         "without one every result is exploratory",
     )  # fmt: skip
-    parser.add_argument("--state", action="append", help=f"status to use; may repeat (default: {', '.join(STATES)})")
+    parser.add_argument(
+        "--state",
+        action="append",
+        choices=_KNOWN_STATES,
+        help=f"status to use; may repeat (default: {', '.join(STATES)})",
+    )
     parser.add_argument("--group", action="append", help="experiment (W&B group) to use; may repeat")
     parser.add_argument("--tag", action="append", help="tag of which a run needs one; may repeat")
     parser.add_argument("--strategy", action="append", help="arm to use; may repeat")

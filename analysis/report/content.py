@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from analysis import style
+from analysis.differences import varying
 from analysis.merge_frames import Absent
+from analysis.plan import CRITERIA
 from analysis.report import svg
 from analysis.report.charts import CHARTS, Chart, silent_arms
 from analysis.report.evidence import Evidence
@@ -113,7 +115,7 @@ def report(evidence: Evidence, command: str) -> Report:
     return Report(
         title=", ".join(experiments) or "runs",
         verdict=result.verdict,
-        warnings=[*result.warnings, *_blind(evidence)],
+        warnings=[*result.warnings, *_uneven(evidence), *_blind(evidence), *_unjudged(evidence)],
         arms=arms(runs, result),
         excluded=excluded(result),
         notes=[note for note in result.notes if not note.startswith("Excluded:")] + _alike(evidence),
@@ -146,11 +148,26 @@ def _draw(chart: Chart, numbers: pd.DataFrame, looks: dict, evidence: Evidence) 
 
 def _alike(evidence: Evidence) -> list[str]:
     """Returns that the arms differ in their strategy alone, where configurations are known and that is so."""
-    if not evidence.runs.configs or not evidence.result.differences.empty:
+    if not evidence.runs.configs or len(evidence.result.arms) < 2 or not evidence.result.differences.empty:
         return []
     return [
         "Seed by seed, the arms differ in their strategy only: every other setting, version and commit is the same."
     ]
+
+
+def _uneven(evidence: Evidence) -> list[str]:
+    """Returns a warning where the seeds are not repetitions of one experiment: pairs do not show that."""
+    result = evidence.result
+    keys = [key for key in varying(evidence.runs, result.arms) if key not in set(result.differences["key"])]
+    where = ", ".join(keys)
+    return [f"The runs are of more than one experiment: between seeds they differ in {where}."] if keys else []
+
+
+def _unjudged(evidence: Evidence) -> list[str]:
+    """Returns a warning where a criterion of collapse could not be met, as its metric is not there."""
+    criteria = evidence.result.plan.collapse if evidence.result.plan else CRITERIA
+    missing = [each.metric for each in criteria if each.metric not in evidence.runs.history]
+    return [f"Collapse is not judged by {', '.join(missing)}: no run logged it."] if missing else []
 
 
 def _blind(evidence: Evidence) -> list[str]:

@@ -14,7 +14,11 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
+from analysis.plan import Comparison, Plan
 from analysis.report import charts
+from analysis.report.content import report
+from analysis.report.evidence import Evidence
+from analysis.runs import load_runs
 
 PLAN = {
     "arms": ["replace", "slice_concat", "naive_concat", "exact"],
@@ -131,6 +135,36 @@ def test_an_arm_that_differs_in_more_than_its_strategy_is_flagged_before_any_res
     warning = page.text[: page.text.index("What was compared", page.text.index("Read this first"))]
     assert "trainer.learning_rate" in warning
     assert "What the arms differ in beside their strategy" in page.text
+
+
+def test_seeds_of_two_experiments_are_flagged_though_every_pair_is_alike(study_folder: Path) -> None:
+    runs = load_runs(study_folder, strategies=["replace", "exact"])
+    for arm in ("replace", "exact"):
+        runs.configs[f"{arm}-s1"]["trainer.learning_rate"] = 0.5
+    warnings = report(Evidence.of(runs, None), "").warnings
+    assert "The runs are of more than one experiment: between seeds they differ in trainer.learning_rate." in warnings
+
+
+def test_a_criterion_of_collapse_that_no_run_logged_is_named(study_folder: Path) -> None:
+    runs = load_runs(study_folder, strategies=["replace", "exact"])
+    del runs.history["reward/mean"]
+    assert "Collapse is not judged by reward/mean: no run logged it." in report(Evidence.of(runs, None), "").warnings
+
+
+@pytest.mark.parametrize("damage", [{"status": 3}, {"strategy": None}, {"host": 3}, {"metrics": 4}], ids=str)
+def test_a_run_with_a_damaged_summary_is_left_out(study_folder: Path, tmp_path: Path, damage: dict) -> None:
+    for seed in ("seed0", "seed1"):
+        shutil.copytree(study_folder / "replace" / seed, tmp_path / seed)
+    edit_summary(tmp_path / "seed1", **damage)
+    runs = load_runs(tmp_path)
+    assert list(runs.runs["seed"]) == [0]
+    assert "summary.json is none of this project" in runs.excluded["reason"].item()
+
+
+def test_a_plan_of_other_runs_is_refused(study_folder: Path) -> None:
+    plan = Plan(("replace", "exact"), (7, 8), (Comparison("gap/abs", "mean", "exact", "replace"),))
+    with pytest.raises(ValueError, match="none of the 12 runs is of the plan, arms replace, exact, seeds 7, 8"):
+        Evidence.of(load_runs(study_folder), plan)
 
 
 def test_a_failed_run_is_named_and_enters_no_scalar(page: Page, out: Path) -> None:
