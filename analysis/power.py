@@ -6,14 +6,13 @@ of Welch's.
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache
 
 import numpy as np
 from scipy import optimize, stats
 
-from analysis.compare import MIN_SEEDS, PairedDifference, smallest_p
+from analysis.compare import MIN_SEEDS, PairedDifference, sign_patterns, smallest_p
 from analysis.markdown import number
 
 POWER = 0.8
@@ -47,7 +46,7 @@ def _power(n: int, alpha: float, effect: float) -> float:
 @cache
 def _noise(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the differences of `_STUDIES` studies without an effect, the same for every effect, and sign patterns."""
-    signs = np.array([(1.0, *rest) for rest in itertools.product((1.0, -1.0), repeat=n - 1)]).T  # [n, 2^(n-1)]
+    signs = sign_patterns(n)[:, : 2 ** (n - 1)]  # the last sign is 1
     return np.random.default_rng(0).standard_normal((_STUDIES, n)), signs
 
 

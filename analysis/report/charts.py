@@ -80,7 +80,7 @@ def missing(history: pd.DataFrame, keys: Sequence[str]) -> Absent | None:
 def silent_arms(history: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Returns the arms that logged none of `keys`."""
     logged = history[[key for key in keys if key in history]].notna().any(axis=1)
-    return sorted(set(history["strategy"].astype(str)) - set(history.loc[logged, "strategy"].astype(str)))
+    return sorted({*map(str, history["strategy"].unique())} - {*map(str, history.loc[logged, "strategy"].unique())})
 
 
 def _band(runs: Runs, key: str) -> pd.DataFrame | Absent:

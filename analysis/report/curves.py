@@ -82,7 +82,7 @@ def _matrices(history: pd.DataFrame, key: str) -> Iterator[tuple[str, NDArray[np
     logged = history.loc[history[key].notna(), ["strategy", "run", "step", key]]
     for strategy, own in logged.groupby("strategy", sort=True, observed=True):
         run, runs = pd.factorize(own["run"])
-        steps, step = np.unique(own["step"].to_numpy(np.int64), return_inverse=True)
+        step, steps = pd.factorize(own["step"].to_numpy(np.int64), sort=True)
         matrix = np.full((len(runs), len(steps)), np.nan)
         matrix[run, step] = own[key].to_numpy(np.float64)
         yield str(strategy), matrix, steps
