@@ -165,7 +165,8 @@ def sign_flip(differences: Float) -> float:
     observed = float(differences.sum())
     sums = math.copysign(1.0, observed) * (differences @ sign_patterns(len(differences)))
     drawn = len(differences) > _ENUMERATED
-    as_large = np.count_nonzero(sums >= abs(observed) * (1 - 1e-13)) + drawn
+    rounding = 1e-13 * np.abs(differences).sum()  # of the terms, not of their sum: they may cancel
+    as_large = np.count_nonzero(sums >= abs(observed) - rounding) + drawn
     return min(1.0, 2 * as_large / (len(sums) + drawn))
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from analysis.compare import (
     bearable_tests,
@@ -123,6 +124,24 @@ def test_sign_flip_counts_patterns_as_on_paper() -> None:
     # A zero does not add evidence: the p is that of the other two.
     assert sign_flip(np.array([0.0, 1, 1])) == sign_flip(np.array([1.0, 1])) == 2 / 4
     assert sign_flip(np.zeros(4)) == 1
+
+
+@pytest.mark.parametrize("n", [3, 7, 18])
+def test_sign_flip_is_that_of_scipy_enumerated_and_drawn(n: int) -> None:
+    differences = np.random.default_rng(n).normal(0.4, 1.0, n)
+    theirs = stats.permutation_test(
+        (differences,),
+        lambda x, axis: np.mean(x, axis=axis),
+        permutation_type="samples",
+        n_resamples=2**16,
+        rng=np.random.default_rng(0),
+    )
+    assert sign_flip(differences) == pytest.approx(float(theirs.pvalue), abs=0)
+
+
+def test_sign_flip_counts_ties_among_terms_that_cancel() -> None:
+    # 0.3 - 0.1 - 0.2 is zero but for rounding, so that every pattern is at least as large.
+    assert sign_flip(np.array([0.3, -0.1, -0.2])) == 1
 
 
 def test_zero_differences_raise_the_smallest_p() -> None:
