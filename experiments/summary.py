@@ -144,12 +144,16 @@ def _time_lines(summary: Summary) -> list[str]:
 
 def _next_command(summary: Summary) -> str:
     """Returns the run's own command with another strategy; what continues it when it was interrupted."""
-    words = [word for word in shlex.split(summary["command"]) if word.split("=")[0] not in ("resume", "hydra.run.dir")]
-    if summary["status"] == "interrupted" and summary["engine"] == "verl":
-        return shlex.join([*words, "backend.verl.trainer.resume_mode=auto", f"hydra.run.dir={summary['folder']}"])
+    resume_mode = "backend.verl.trainer.resume_mode"
+    unwanted = ("resume", "hydra.run.dir", resume_mode)
+    words = [word for word in shlex.split(summary["command"]) if word.split("=")[0] not in unwanted]
+    in_verl = summary["engine"] == "verl"
     if summary["status"] == "interrupted":
-        return shlex.join([*words, f"resume={summary['folder']}"])
-    other = "strategy=exact" if summary["strategy"] == "slice_concat" else "strategy=slice_concat"
+        folder = summary["folder"]
+        more = [f"{resume_mode}=auto", f"hydra.run.dir={folder}"] if in_verl else [f"resume={folder}"]
+        return shlex.join([*words, *more])
+    reference = "strategy=replace" if in_verl else "strategy=exact"  # verl refuses `exact`
+    other = reference if summary["strategy"] == "slice_concat" else "strategy=slice_concat"
     replaced = [other if word.startswith("strategy=") else word for word in words]
     return shlex.join(replaced if other in replaced else [*words, other])
 

@@ -23,6 +23,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "steps": 10,
         "strategy": "replace",
         "seed": 1,
+        "engine": "embedded",
         "old_log_prob": "bypass",
         "command": "python run.py strategy=replace seed=1 hydra.run.dir=/somewhere",
         "host": {"device": "cpu", "peak_memory_gib": 1.5},
@@ -85,6 +86,15 @@ def test_the_time_split_is_in_shares_of_the_wall_time_with_the_start_up() -> Non
 def test_the_next_command_keeps_the_overrides(strategy: str, status: str, command: str, expected: str) -> None:
     text = closing_table(summary(strategy=strategy, status=status, command=command))
     assert line(text, "next") == f"next     {expected}"
+
+
+def test_the_next_command_of_a_run_in_verl_is_one_that_verl_takes() -> None:
+    command = "python run.py experiment=verl_pr6046 strategy=slice_concat hydra.run.dir=a"
+    of_verl = summary(engine="verl", strategy="slice_concat", command=command)
+    ahead = "next     python run.py experiment=verl_pr6046 strategy="
+    assert line(closing_table(of_verl), "next") == f"{ahead}replace"
+    goes_on = "slice_concat backend.verl.trainer.resume_mode=auto hydra.run.dir=outputs/x"
+    assert line(closing_table(of_verl | {"status": "interrupted"}), "next") == ahead + goes_on
 
 
 def test_a_failure_and_the_blindness_of_decoupled_mode_are_said() -> None:
