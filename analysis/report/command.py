@@ -50,8 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the report, and prints its verdict, its warnings and where it is; on stderr, the runs that are not used.
 
     Raises:
-        ValueError: no run is usable, or the plan, a source or the document cannot be read.
+        ValueError: no run is usable, `out` is a file, or the plan, a source or the document cannot be read.
     """
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"--out {arguments.out}: expected a folder to write to, found a file")
     document = markdown.read(arguments.write) if arguments.write else None
     plan = Plan.read(arguments.plan) if arguments.plan else None
     runs = load_runs(

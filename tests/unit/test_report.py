@@ -167,6 +167,15 @@ def test_a_plan_of_other_runs_is_refused(study_folder: Path) -> None:
         Evidence.of(load_runs(study_folder), plan)
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(
+    study_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert main(["report", str(study_folder), "--out", str(tmp_path / "out")]) == 2
+    assert "expected a folder to write to, found a file" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_a_failed_run_is_named_and_enters_no_scalar(page: Page, out: Path) -> None:
     assert "2 incomplete" in page.text
     paired = pd.read_csv(out / "data" / "paired.csv")
