@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -103,9 +103,8 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     completeness = tables.completeness(runs, arms, seeds)
     runs = _only(runs, arms, seeds)
     if runs.runs.empty:
-        raise ValueError(
-            f"none of the {len(found)} runs is of the plan, arms {', '.join(arms)}, seeds {', '.join(map(str, seeds))}"
-        )
+        came = _members(found["strategy"].unique(), sorted(found["seed"].unique()))
+        raise ValueError(f"none of the {len(found)} runs is of the plan: expected {_members(arms, seeds)}, came {came}")
     pairs = [(b, a) for a, b in itertools.combinations(arms, 2)]
     primary = list(dict.fromkeys((c.metric, c.reduce) for c in plan.primary)) if plan else []
     secondary = [key for key in SECONDARY if key[0] in runs.history and key not in primary]
@@ -155,6 +154,10 @@ def _only(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> Runs:
     if len(kept) == len(runs.runs):
         return runs
     return dataclasses.replace(runs, runs=kept, history=runs.history[runs.history["run"].isin(list(kept.index))])
+
+
+def _members(arms: Iterable[str], seeds: Iterable[int]) -> str:
+    return f"arms {', '.join(map(str, arms))}, seeds {', '.join(map(str, seeds))}"
 
 
 def _no_plan(arms: Sequence[str], completeness: pd.DataFrame) -> str:

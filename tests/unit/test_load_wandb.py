@@ -195,9 +195,9 @@ def test_finished_on_the_server_is_not_completed_unless_every_update_is_there(on
     assert runs.runs["wandb_id"].tolist() == ["ok"]
     reasons = {row.where.rsplit("/")[-1]: row.reason for row in runs.excluded.itertuples()}
     assert reasons.keys() == {"short", "crashed", "empty", "foreign"}
-    assert reasons["short"].startswith("incomplete: 2 of 9 updates")
+    assert reasons["short"].startswith("incomplete: 2 of 9 rows")
     assert reasons["crashed"].startswith("crashed; states=")
-    assert reasons["empty"].startswith("incomplete: 0 of 2 updates")
+    assert reasons["empty"].startswith("incomplete: 0 of 2 rows")
     assert "not of this project" in reasons["foreign"]
     asked = [v["run"] for name, v in online.requests if name == "HistoryPage"]
     assert "crashed" not in asked  # its history would not be used
@@ -220,7 +220,7 @@ def test_a_whole_run_is_preferred_to_a_newer_upload_that_lacks_updates_wandb_297
     ]
     runs = load_runs("team/study")
     assert runs.runs["wandb_id"].tolist() == ["whole"]
-    assert runs.excluded["reason"].str.startswith("incomplete: 1 of 2 updates").all()
+    assert runs.excluded["reason"].str.startswith("incomplete: 1 of 2 rows").all()
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(online: WandbServer) -> None:
