@@ -84,7 +84,7 @@ def prepare_model(model_cfg: ModelConfig, task: Task, *, progress: bool = False)
             raise ValueError(f"model.checkpoint={path}: expected a Hugging Face folder, found no config.json there")
         qwen3_moe_config(model_cfg, task.tokenizer.vocab_size)
     else:
-        path = _cached_warm_start(model_cfg, task, progress=progress)
+        path = cached_warm_start(model_cfg, task, progress=progress)
     return _load(path)
 
 
@@ -126,7 +126,7 @@ def warm_start_settings(model_cfg: ModelConfig, task: Task) -> dict[str, Any]:
     }
 
 
-def _cached_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool) -> Path:
+def cached_warm_start(model_cfg: ModelConfig, task: Task, *, progress: bool) -> Path:
     """Returns the folder of the warm start; a second process that wants the same one waits for the first."""
     settings = warm_start_settings(model_cfg, task)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -72,6 +72,7 @@ def smoke_run(tmp_path: Path, warm_start_cache: Path) -> Callable[..., FinishedR
             "experiment=smoke",
             "tracking=disabled",
             "tracking.progress=false",
+            "threads=1",  # so that two workers of pytest-xdist do not wait for each other's OpenMP threads
             f"task.warm_start.cache_dir={warm_start_cache}",
             *overrides,
         )

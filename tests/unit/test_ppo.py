@@ -15,8 +15,6 @@ from experiments.schema import AlgorithmConfig, RatioLevel
 from experiments.trainers.base import TokenBatch
 from tests.unit.metrics_cases import algorithm
 
-torch.set_num_threads(2)
-
 
 def batch_of(n: int = 40, seed: int = 0, spread: float = 0.4) -> TokenBatch:
     rng = np.random.default_rng(seed)
