@@ -160,8 +160,9 @@ def test_a_damaged_entry_is_rebuilt_with_a_message(
 
 
 def test_two_jobs_at_once_train_it_once(task: Task, trained: list[str], caplog: pytest.LogCaptureFixture):
-    """Threads stand for processes, so they stop at the cache: `from_pretrained` patches transformers' classes meanwhile,
-    and two threads in it can leave them patched (no tied weights in any later model)."""
+    """Threads stand for processes, so they stop at the cache: `from_pretrained` patches transformers' classes while it
+    loads, and two threads in it can leave them patched (no tied weights in any later model).
+    """
     caplog.set_level(logging.INFO)
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(lambda _: warm_start.cached_warm_start(MODEL, task, progress=False), range(2)))
