@@ -209,6 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault is not None:
             self.write(*fault)
+        elif self.path == "/health" and self.server.paused:  # it is asked to generate a token
+            self.write(503, {})
         else:
             self.write(200, self.server.answer(self.path, body))
 

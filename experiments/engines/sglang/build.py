@@ -51,7 +51,7 @@ def build_engine(
     server = engine.server
     assert server is not None
     dtype = getattr(torch, engine.dtype.value)
-    folder = None if server.publish_dir is None else Path(server.publish_dir).expanduser()
+    folder = None if server.publish_dir is None else Path(server.publish_dir).expanduser().absolute()
     publisher = Publisher(model, dtype, folder)
     weights: Transport = Disk(publisher)
     if transport in (WeightTransport.gloo, WeightTransport.nccl):

@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig
 
 from experiments.engines.base import EngineLost, PauseMode, Reply, Request, check_request
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
-from experiments.engines.sglang.handshake import check_model, check_settings
+from experiments.engines.sglang.handshake import check_identity, check_model, check_settings
 from experiments.engines.sglang.process import ServerProcess, ServerStartError
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
 from experiments.engines.sglang.transport import NOT_FLUSHED, Transport
@@ -163,13 +163,12 @@ class SGLangEngine:
             self._version = version
             if self._source.start is not None:
                 await self._start_server()
+                assert self._client is not None
+                await check_model(self._client, self._shape, self._sampling, self._name)
             else:
                 assert self._source.url is not None
                 self._client = self._connect(self._source.url)
                 await self._take_over(self._client)
-            assert self._client is not None
-            await check_settings(self._client, self._prefix_cache)
-            await check_model(self._client, self._shape, self._sampling, self._name)
         except (OSError, ServerStartError, ServerRefused, ConnectionLost) as error:
             lost = self._give_up(f"the SGLang server cannot be used: {error}", error)
             await self.close()
@@ -368,6 +367,8 @@ class SGLangEngine:
         await self._server.wait_ready(self._source.start_timeout_s)
         client = self._connect(self._server.url)
         try:
+            await check_identity(client, folder)
+            await check_settings(client, self._prefix_cache)
             await self._transport.connect(client)
             if not self._transport.folder_has_weights:
                 await self._update(client)
@@ -377,11 +378,21 @@ class SGLangEngine:
         self._client = client
 
     async def _take_over(self, client: SGLangClient) -> None:
-        """Gives a server that is not ours the newest weights; it must not be in use."""
+        """Gives a server that is not ours the newest weights; it must not be in use.
+
+        It is looked at first: weights of another model would end it, or leave a part of its own. A server that is
+        paused, as one is after a failed update, cannot be asked for a token before it has them.
+        """
+        await check_settings(client, self._prefix_cache)
+        serves = await client.healthy()
+        if serves:
+            await check_model(client, self._shape, self._sampling, self._name)
         await self._transport.connect(client)
         await client.pause("abort")
         await self._update(client)
         await client.resume()
+        if not serves:
+            await check_model(client, self._shape, self._sampling, self._name)
 
     async def _release(self, client: SGLangClient) -> None:
         if not self._whole:

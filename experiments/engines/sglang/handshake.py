@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,22 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "disaggregation_mode": ("null", "a decode worker never routed the prompt"),
 }
 """Settings of a server whose rows can be replayed, and why."""
+
+
+async def check_identity(client: SGLangClient, folder: Path) -> None:
+    """Raises unless the server that answers was started on `folder`, whose name no other run has.
+
+    A port that was free when ours was told to take it may have become another server's before ours got there.
+
+    Raises:
+        ServerRefused: names both folders.
+    """
+    held = (await client.server_info()).get("model_path")
+    if held != str(folder):
+        raise ServerRefused(
+            f"{client.url}: a server of {folder} expected, one of {held} answers: another program took the port while "
+            "ours was starting; start again, or set engine.server.port to a free port"
+        )
 
 
 async def check_settings(client: SGLangClient, prefix_cache: bool) -> None:
@@ -47,9 +64,20 @@ async def check_model(client: SGLangClient, shape: RowShape, sampling: Sampling,
     request = Request(f"{name}-probe", np.arange(3, dtype=np.int32), max_new_tokens=1, sample_seed=0)
     body = await client.generate(request_body(request, sampling, request.request_id))
     try:
-        parse_reply(body, Sent(request.request_id, 3, 1, rid=request.request_id), shape)
+        parse_reply(numbered(body), Sent(request.request_id, 3, 1, rid=request.request_id), shape)
     except ReplyError as error:
         raise ServerRefused(
             f"{client.url}: a model of {shape.num_layers} layers and {shape.top_k} of {shape.num_experts} experts is "
             f"expected, its first reply does not fit: {error}"
         ) from error
+
+
+def numbered(body: Any) -> Any:
+    """Returns the reply without its weight version where that is no number of syncs, as on a server fresh from its
+    start.
+    """
+    meta = body.get("meta_info") if isinstance(body, dict) else None
+    if isinstance(meta, dict) and meta.get("weight_version") == "default":
+        kept = {key: value for key, value in meta.items() if key not in ("weight_version", "weight_versions")}
+        return {**body, "meta_info": kept}
+    return body

@@ -16,7 +16,7 @@ import numpy as np
 from experiments.engines.base import PauseMode, Request
 from experiments.engines.sglang.audit import audit
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
-from experiments.engines.sglang.handshake import check_settings
+from experiments.engines.sglang.handshake import check_settings, numbered
 from experiments.engines.sglang.recorded import UnreadableFile, describe, row_shape
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
 from strategies.reply import ReplyError, RowShape
@@ -111,7 +111,7 @@ class _Session:
         request = Request(f"probe-{name}-{uuid.uuid4().hex[:8]}", tokens, budget, 0, row_start)
         body = await self._client.generate(request_body(request, self._sampling, request.request_id))
         sent = Sent(request.request_id, len(tokens), budget, row_start, rid=request.request_id)
-        return parse_reply(_numbered(body), sent, self._shape)
+        return parse_reply(numbered(body), sent, self._shape)
 
     def _spans(self, parsed: ParsedReply) -> Finding:
         if (parsed.reply.call.versions >= 0).all():
@@ -154,17 +154,6 @@ class _Session:
             return Finding("note", f"pause abort: the request had finished before it: {describe(parsed)}")
         right = finish == ("abort" if mode == "abort" else "length")
         return Finding("ok" if right else "FAIL", f"pause {mode}: {describe(parsed)}")
-
-
-def _numbered(body: Any) -> Any:
-    """Returns the reply without its weight version where that is no number of syncs, as on a server fresh from its
-    start.
-    """
-    meta = body.get("meta_info") if isinstance(body, dict) else None
-    if isinstance(meta, dict) and meta.get("weight_version") == "default":
-        kept = {key: value for key, value in meta.items() if key not in ("weight_version", "weight_versions")}
-        return {**body, "meta_info": kept}
-    return body
 
 
 def _known_shape(probe: Probe, info: dict[str, Any]) -> RowShape:
