@@ -98,6 +98,24 @@ def test_probe_tells_rows_of_another_model(server, capsys, tmp_path):
     assert "these are not this model's rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://a", "http://a:b", "http://"])
+def test_probe_exits_2_for_what_is_no_url(url, capsys):
+    assert main(["probe", url]) == 2
+    assert f"error: http(s)://HOST:PORT expected, {url} came" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_told_from_wrong_rows(server, capsys, tmp_path):
+    model_of(seed=0, num_hidden_layers=2).save_pretrained(str(tmp_path))
+    assert main(["check", "--checkpoint", str(tmp_path), str(RECORDED / "0.5.23" / "complete.json")]) == 2
+    assert "2 layers and 2 experts per token expected, its rows have 4 and 2" in capsys.readouterr().err
+    assert probe(server, "--checkpoint", str(tmp_path)) == 1
+    assert "FAIL" in (printed := capsys.readouterr().out)
+    assert "its rows have 3 and 2" in printed
+    model_of(seed=0, num_hidden_layers=4).save_pretrained(str(tmp_path))
+    assert main(["check", "--checkpoint", str(tmp_path), str(RECORDED / "0.5.23" / "complete.json")]) == 2
+    assert "ids below 32 expected" in capsys.readouterr().err
+
+
 def test_probe_needs_the_sizes_of_the_model(server, capsys):
     assert main(["probe", server.url]) == 1
     assert "give --checkpoint, or --layers, --top-k and --experts" in capsys.readouterr().out
@@ -121,7 +139,7 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
             "model": {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2},
             "request": {
                 "input_ids": tokens[:4].tolist(),
-                "sampling_params": {"max_new_tokens": 8, "temperature": 1.0},
+                "sampling_params": {"max_new_tokens": 8},  # SGLang samples at temperature 1 then
                 "return_routed_experts": True,
             },
             "response": {"output_ids": tokens[4:].tolist(), "meta_info": meta},

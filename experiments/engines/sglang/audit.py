@@ -37,13 +37,28 @@ class Audit:
 SHOWN = 8
 
 
+class WrongCheckpoint(ValueError):
+    """The checkpoint is not of the reply's model."""
+
+
 @torch.no_grad()
 def audit(call: EngineCall, tokens: NDArray[np.int32], checkpoint: Path, temperature: float) -> Audit:
     """Returns the comparison of `call`, whose input and output are `tokens` `[T]`, with the model in `checkpoint`.
 
     Float32, without a KV cache. Missing rows and log-probs are left out.
+
+    Raises:
+        WrongCheckpoint: its sizes are not those of the call.
     """
     model = Qwen3MoeForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32).eval()
+    sizes = (model.config.num_hidden_layers, model.config.num_experts_per_tok)
+    if call.rows is not None and call.rows.shape[1:] != sizes:
+        raise WrongCheckpoint(
+            f"{checkpoint}: {sizes[0]} layers and {sizes[1]} experts per token expected, its rows have "
+            f"{call.rows.shape[1]} and {call.rows.shape[2]}"
+        )
+    if (highest := int(tokens.max())) >= model.config.vocab_size:
+        raise WrongCheckpoint(f"{checkpoint}: ids below {model.config.vocab_size} expected, {highest} came")
     out = model(torch.from_numpy(np.asarray(tokens[None, :-1], dtype=np.int64)), output_router_logits=True)
     logits = torch.log_softmax(out.logits[0].float() / temperature, dim=-1)  # [T-1, V]
     targets = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]

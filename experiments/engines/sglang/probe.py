@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.engines.base import PauseMode, Request
-from experiments.engines.sglang.audit import audit
+from experiments.engines.sglang.audit import WrongCheckpoint, audit
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
 from experiments.engines.sglang.handshake import check_settings, numbered
 from experiments.engines.sglang.recorded import UnreadableFile, describe, row_shape
@@ -62,7 +62,7 @@ class Probe:
         try:
             async for finding in _Session(self, client).findings():
                 yield finding
-        except (ConnectionLost, ServerRefused, UnreadableFile, ReplyError) as error:
+        except (ConnectionLost, ServerRefused, UnreadableFile, ReplyError, WrongCheckpoint) as error:
             yield Finding("FAIL", str(error))
         finally:
             await client.close()
