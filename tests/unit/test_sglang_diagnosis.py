@@ -90,6 +90,26 @@ def test_probe_notes_what_is_unusual_but_usable(server, capsys):
     assert "note pauses were not tried" in printed
 
 
+def test_probe_tells_log_probs_of_another_model(server, capsys, tmp_path):
+    """Routes do not depend on the last layer: rows alone would be found in order."""
+    model = model_of(seed=0)
+    model.save_pretrained(str(tmp_path))
+    reply = server.reply
+
+    def with_the_models_rows(body, versions, *rest):
+        answer = reply(body, versions, *rest)
+        tokens = np.array([*body["input_ids"], *answer["output_ids"]], dtype=np.int32)
+        rows = teacher_forced(model, tokens, temperature=1.0)[1][body["routed_experts_start_len"] :]
+        answer["meta_info"]["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+        return answer
+
+    server.reply = with_the_models_rows
+    assert probe(server, "--checkpoint", str(tmp_path)) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 54 cells have other experts" in printed
+    assert "these are not this model's log-probs" in printed
+
+
 def test_probe_tells_rows_of_another_model(server, capsys, tmp_path):
     """The stand-in's rows are no model's: every count is right, only the comparison shows it."""
     model = model_of(seed=0)
@@ -129,7 +149,7 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
     tokens = np.arange(1, 13, dtype=np.int32)
     log_probs, rows = teacher_forced(model, tokens, temperature=1.0)
 
-    def write(name, rows):
+    def write(name, rows, log_probs=log_probs):
         meta = {
             "finish_reason": {"type": "length", "length": 8},
             "output_token_logprobs": [[float(p), int(t), None] for p, t in zip(log_probs[3:], tokens[4:], strict=True)],
@@ -149,6 +169,9 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
 
     assert write("right.json", rows) == 0
     assert "0 of 33 cells differ" in capsys.readouterr().out
+    assert write("other_head.json", rows, log_probs - 0.1) == 1, "the routes are right, the log-probs are not"
+    assert "WRONG" in (printed := capsys.readouterr().out)
+    assert "0 of 33 cells differ" in printed
     rows[[2, 5]] = rows[[5, 2]]
     assert write("wrong.json", rows) == 1
     assert "WRONG" in (printed := capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from experiments.engines.base import EngineLost
 from tests.unit.sglang_kit import loopback_server
-from tests.unit.test_sglang_engine import WEIGHTS, OwnedServers, play, request
+from tests.unit.test_sglang_engine import CONFIG, WEIGHTS, OwnedServers, play, request
 
 
 @pytest.fixture
@@ -30,6 +31,8 @@ WRONG = {
     "another number of layers": lambda server: setattr(server, "layers", 4),
     "no rows": lambda server: server.settings.update(enable_return_routed_experts=False),
     "a setting": lambda server: server.settings.update(pp_size=2),
+    "another dtype": lambda server: server.settings.update(dtype="bfloat16"),
+    "a dtype that is not known": lambda server: server.settings.update(dtype="auto"),
 }
 
 
@@ -40,6 +43,23 @@ def test_a_server_that_does_not_fit_keeps_its_weights_and_its_requests(tmp_path,
         play(tmp_path, nothing, server.url)
     assert (server.version, server.paused, server.held) == ("default", False, {})
     assert not {"/pause_generation", "/abort_request", "/update_weights_from_disk"} & set(server.calls)
+
+
+@pytest.mark.parametrize(
+    ("size", "ours"), [("vocab_size", 32), ("num_experts", 8), ("num_hidden_layers", 3), ("hidden_size", 32)]
+)
+def test_a_server_of_other_sizes_is_refused_where_its_model_can_be_read(tmp_path, server, size, ours):
+    """Some of these would be taken without a word: SGLang leaves out weights that it has no place for."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), size: 2 * ours}))
+    server.settings["model_path"] = str(folder)
+    with pytest.raises(EngineLost, match=f"{size}={ours} expected, {2 * ours} came"):
+        play(tmp_path, nothing, server.url)
+    assert (server.version, server.held) == ("default", {})
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    play(tmp_path, nothing, server.url)
+    assert server.version == "5"
 
 
 def test_a_server_that_is_paused_gets_its_weights_before_it_is_asked(tmp_path, server):

@@ -24,6 +24,7 @@ class Audit:
         cells: (position, layer) cells compared.
         differing_cells: those whose experts are another set.
         differing_positions: positions with such a cell, the first of them at most `SHOWN`.
+        mean_log_prob_error: mean |difference| of the tokens' log-probs, nats; NaN when none was compared.
         log_prob_error: largest |difference| of a token's log-prob under the model's own routes, nats; NaN when none was
             compared. Small beside differing cells: the server computed rightly and returned other rows.
     """
@@ -31,10 +32,19 @@ class Audit:
     cells: int
     differing_cells: int
     differing_positions: tuple[int, ...]
+    mean_log_prob_error: float
     log_prob_error: float
+
+    @property
+    def wrong_log_probs(self) -> bool:
+        """Whether the log-probs are another distribution's, not this one's in lower precision."""
+        return self.mean_log_prob_error > LOG_PROB_LIMIT
 
 
 SHOWN = 8
+
+LOG_PROB_LIMIT = 0.05
+"""Nats; bfloat16 errs by about 0.01 per token, another temperature by several times 0.1."""
 
 
 class WrongCheckpoint(ValueError):
@@ -74,5 +84,6 @@ def audit(call: EngineCall, tokens: NDArray[np.int32], checkpoint: Path, tempera
         wrong = (np.sort(call.rows, axis=-1) != theirs).any(axis=-1) & known
         cells, differing = int(known.sum()), int(wrong.sum())
         positions = (np.flatnonzero(wrong.any(axis=1)) + call.row_start).tolist()
-    worst = float(np.nanmax(errors)) if np.isfinite(errors).any() else float("nan")
-    return Audit(cells, differing, tuple(positions[:SHOWN]), worst)
+    found = errors[np.isfinite(errors)]
+    mean, worst = (float(found.mean()), float(found.max())) if len(found) else (float("nan"), float("nan"))
+    return Audit(cells, differing, tuple(positions[:SHOWN]), mean, worst)

@@ -69,6 +69,7 @@ def build_engine(
         max_in_flight=engine.max_running,
         request_timeout_s=server.request_timeout_s,
         prefix_cache=pause_mode is not Pause.in_place,
+        dtype=engine.dtype.value,
     )
 
 

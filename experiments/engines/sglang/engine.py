@@ -27,7 +27,13 @@ from transformers import Qwen3MoeConfig
 
 from experiments.engines.base import EngineLost, PauseMode, Reply, Request, check_request
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
-from experiments.engines.sglang.handshake import check_identity, check_model, check_settings
+from experiments.engines.sglang.handshake import (
+    check_dtype,
+    check_identity,
+    check_model,
+    check_settings,
+    check_sizes,
+)
 from experiments.engines.sglang.process import ServerProcess, ServerStartError
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
 from experiments.engines.sglang.transport import NOT_FLUSHED, Transport
@@ -97,6 +103,7 @@ class SGLangEngine:
         request_timeout_s: a request without an answer for so long counts as hung.
         prefix_cache: the server may keep one; not with pauses `in_place`, after which it would serve prompts from the
             KV cache of older weights.
+        dtype: what the server computes in, by torch's name.
     """
 
     def __init__(
@@ -109,7 +116,9 @@ class SGLangEngine:
         max_in_flight: int,
         request_timeout_s: float,
         prefix_cache: bool,
+        dtype: str = "float32",
     ):
+        self._config, self._dtype = config, dtype
         self._shape = RowShape(config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
         self._vocab_size, self._max_length = config.vocab_size, config.max_position_embeddings
         self._source, self._transport, self._sampling = source, transport, sampling
@@ -384,6 +393,8 @@ class SGLangEngine:
         paused, as one is after a failed update, cannot be asked for a token before it has them.
         """
         await check_settings(client, self._prefix_cache)
+        await check_dtype(client, self._dtype)
+        await check_sizes(client, self._config)
         serves = await client.healthy()
         if serves:
             await check_model(client, self._shape, self._sampling, self._name)

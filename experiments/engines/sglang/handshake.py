@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import Qwen3MoeConfig
 
 from experiments.engines.base import Request
 from experiments.engines.sglang.client import Sampling, ServerRefused, SGLangClient, request_body
@@ -20,6 +22,15 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "disaggregation_mode": ("null", "a decode worker never routed the prompt"),
 }
 """Settings of a server whose rows can be replayed, and why."""
+
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""Other names that SGLang takes."""
+
+SIZES = (
+    *("num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size", "hidden_size"),
+    *("moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Of a model's configuration: what weights must fit."""
 
 
 async def check_identity(client: SGLangClient, folder: Path) -> None:
@@ -53,6 +64,39 @@ async def check_settings(client: SGLangClient, prefix_cache: bool) -> None:
             f"{client.url}: disable_radix_cache=True expected, False came: after an update in place new requests would "
             "be served from the KV cache of older weights; start it with --disable-radix-cache"
         )
+
+
+async def check_dtype(client: SGLangClient, dtype: str) -> None:
+    """Raises unless the server computes in `dtype`.
+
+    Raises:
+        ServerRefused: names both.
+    """
+    came = (await client.server_info()).get("dtype", dtype)
+    if DTYPE_NAMES.get(came, came) != dtype:
+        hint = " (float16 for a float32 checkpoint)" if came == "auto" else ""
+        raise ServerRefused(
+            f"{client.url}: dtype={dtype} expected, {came} came{hint}: start it with --dtype {dtype}, or set "
+            "engine.dtype to what it computes in"
+        )
+
+
+async def check_sizes(client: SGLangClient, config: Qwen3MoeConfig) -> None:
+    """Raises unless weights of `config` fit the model that the server was started on, where its folder can be read.
+
+    Weights of other sizes are not simply refused: SGLang leaves out what it has no place for.
+
+    Raises:
+        ServerRefused: names the first size that differs.
+    """
+    path = Path(str((await client.server_info()).get("model_path"))) / "config.json"
+    if not path.is_file():
+        return
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    for name in SIZES:
+        ours = getattr(config, name)
+        if theirs.get(name, ours) != ours:
+            raise ServerRefused(f"{client.url}: {name}={ours} expected, {theirs[name]} came ({path})")
 
 
 async def check_model(client: SGLangClient, shape: RowShape, sampling: Sampling, name: str) -> None:

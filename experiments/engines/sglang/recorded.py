@@ -78,7 +78,7 @@ def check_file(path: Path, checkpoint: Path | None) -> tuple[bool, str]:
     model = f"{found.differing_cells} of {found.cells} cells differ from {checkpoint}" + (
         f" (positions {', '.join(map(str, found.differing_positions))}, ...)" if found.differing_positions else ""
     )
-    good = found.differing_cells == 0
+    good = found.differing_cells == 0 and not found.wrong_log_probs
     return (
         good,
         f"{'ok      ' if good else 'WRONG   '} {text}; {model}, log-probs by at most {found.log_prob_error:.1e}",
