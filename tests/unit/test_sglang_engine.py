@@ -59,7 +59,7 @@ class OwnedServers:
 
     def begin(self, folder: Path, version: int, stack: ExitStack) -> LoopbackServer:
         server = stack.enter_context(loopback_server())
-        server.settings["model_path"] = str(folder)
+        server.model_path = str(folder)
         if self._weights_in_folder:
             server.update({"model_path": str(folder), "weight_version": str(version)})
         self._prepare(server, len(self.started))

@@ -71,7 +71,7 @@ def test_a_server_that_is_paused_gets_its_weights_before_it_is_asked(tmp_path, s
 
 def test_a_server_that_took_the_port_of_ours_is_not_ours(tmp_path):
     def of_another_run(server, number):
-        server.settings["model_path"] = "/dev/shm/routemerge-weights-1-x/v5"
+        server.model_path = "/elsewhere/routemerge-weights-1-x/v5"
 
     servers = OwnedServers(of_another_run)
     with pytest.raises(EngineLost, match=r"a server of .*/v5 expected, one of .*-1-x/v5 answers: another program took"):

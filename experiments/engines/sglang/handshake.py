@@ -41,7 +41,7 @@ async def check_identity(client: SGLangClient, folder: Path) -> None:
     Raises:
         ServerRefused: names both folders.
     """
-    held = (await client.server_info()).get("model_path")
+    held = (await client.model_info()).get("model_path")
     if held != str(folder):
         raise ServerRefused(
             f"{client.url}: a server of {folder} expected, one of {held} answers: another program took the port while "
