@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -25,6 +26,9 @@ from strategies.base import MergeStrategy
 CHECKPOINT_FILE = Path("checkpoint") / "state.pt"
 VERL_CHECKPOINT_FILE = Path("checkpoint") / "latest_checkpointed_iteration.txt"
 """Where a run directory keeps its newest checkpoint."""
+
+OWN_SERVER_OPTIONS = ("--model-path", "--host", "--port", "--dtype", "--weight-version", "--load-format")
+"""Of SGLang's server: what a run must know of a server that it starts."""
 
 EXACT_TARGETS = ("strategies.Exact", "strategies.exact.Exact")
 STRATEGY_FILES = Path(__file__).resolve().parents[1] / "conf" / "strategy"
@@ -362,10 +366,7 @@ def _engine(config: Config) -> Iterator[tuple[bool, str]]:
         e.resume_rows is ResumeRows.pinned,
         "`engine.resume_rows=pinned` needs engine=embedded: no SGLang server routes a prefix through given rows",
     )
-    yield (
-        e.url is not None and not e.url.startswith(("http://", "https://")),
-        f"`engine.url` must start with http:// or https://, not be {e.url}",
-    )
+    yield e.url is not None and not is_http_url(e.url), f"`engine.url` must be http(s)://HOST:PORT, not {e.url}"
     yield (
         config.schedule.pause_mode is Pause.in_place and s.prefix_cache and e.url is None,
         "`schedule.pause_mode=in_place` needs `engine.server.prefix_cache=false`: the cache is not flushed, and new "
@@ -382,6 +383,17 @@ def _engine(config: Config) -> Iterator[tuple[bool, str]]:
             s.transport is WeightTransport.nccl and device == "cpu",
             f"`engine.server.transport=nccl` needs trainer and server on CUDA, not `{key}.device=cpu`; "
             "use transport=gloo",
+        )
+    yield (
+        s.publish_dir is not None and not _is_writable(Path(s.publish_dir).expanduser()),
+        f"`engine.server.publish_dir` must be a folder that the run can write to, not {s.publish_dir}",
+    )
+    for argument in s.extra_args if e.url is None else ():
+        option = argument.partition("=")[0]
+        yield (
+            any(len(option) > 2 and own.startswith(option) for own in OWN_SERVER_OPTIONS),
+            f"`engine.server.extra_args` must not hold {argument}: the run sets {', '.join(OWN_SERVER_OPTIONS)} itself "
+            "(engine.server.host, engine.server.port, engine.dtype)",
         )
     yield not 0 <= s.port < 65536, f"`engine.server.port` must lie in 0..65535, not {s.port}"
     yield s.max_restarts < 0, f"`engine.server.max_restarts` must not be negative, not {s.max_restarts}"
@@ -402,11 +414,29 @@ def _shares_files(engine: EngineConfig) -> bool:
     assert engine.server is not None
     if engine.url is None or engine.server.publish_dir is not None:
         return True
-    host = urlsplit(engine.url).hostname or ""
+    return is_loopback(engine.url) or urlsplit(engine.url).hostname == socket.gethostname().lower()
+
+
+def _is_writable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def is_http_url(url: str) -> bool:
+    """Says whether `url` is http or https, with a host and, if any, a port of 1..65535."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, brackets without an address
+        return False
+
+
+def is_loopback(url: str) -> bool:
+    """Says whether `url` names this machine's loopback interface."""
+    host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host in ("localhost", socket.gethostname())
+        return host == "localhost"
 
 
 def _name(strategy: MergeStrategy) -> str:

@@ -51,7 +51,20 @@ COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 
 TRACEBACK = "traceback.txt"
 
-CHANGEABLE = ("steps", "resume", "tracking", "checkpoint", "threads", "task.warm_start.cache_dir")
+WHERE_THE_SERVER_IS = (
+    "engine.url",
+    *(
+        f"engine.server.{key}"
+        for key in (
+            *("host", "port", "publish_dir", "transport", "cache_dir"),
+            *("start_timeout_s", "request_timeout_s", "max_restarts"),
+        )
+    ),
+)
+CHANGEABLE = (
+    *("steps", "resume", "tracking", "checkpoint", "threads", "task.warm_start.cache_dir"),
+    *WHERE_THE_SERVER_IS,
+)
 """Keys that a resumed run may set anew; any other difference would make it another experiment."""
 
 

@@ -24,6 +24,9 @@ from strategies.types import LIVE, UNKNOWN_VERSION, EngineCall, Rows
 Convention = Literal["seqlen-1", "seqlen", "either"]
 """How many rows an engine returns: `s + n - 1`, or (`seqlen`, `either`) possibly one surplus row for the last token."""
 
+LOWEST_LOG_PROB = float(np.finfo(np.float32).min)
+"""A lower one would be recorded as -inf."""
+
 NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -170,20 +173,20 @@ def check_log_probs(raw: RawReply, origin: str) -> tuple[NDArray[np.float32], se
         if n:
             raise ReplyError(f"{origin}: {n} log-probs expected, none came")
         return np.empty(0, np.float32), set()
-    values = [math.nan if value is None else float(value) for value in raw.log_probs]
+    values = [math.nan if value is None else value for value in raw.log_probs]
     if n == 0 and raw.max_new_tokens == 0 and len(values) == 1:
         return np.empty(0, np.float32), {"phantom_log_prob"}
     if len(values) != n:
         raise ReplyError(f"{origin}: {n} log-probs expected, {len(values)} came")
     for index, value in enumerate(values):
-        if value > 0 or math.isinf(value):
+        if value == value and not LOWEST_LOG_PROB <= value <= 0:  # NaN differs from itself: a missing one
             raise ReplyError(f"{origin}: a finite log-prob <= 0 expected, {value} came for new token {index}")
     if raw.log_prob_ids is not None and list(raw.log_prob_ids) != list(raw.output_ids):
         raise ReplyError(
             f"{origin}: log-probs of tokens {list(raw.output_ids)} expected, of {list(raw.log_prob_ids)} came"
         )
-    flags = {"log_prob_missing"} if any(map(math.isnan, values)) else set()
-    return np.array(values, dtype=np.float32), flags
+    log_probs = np.array(values, dtype=np.float32)
+    return log_probs, {"log_prob_missing"} if np.isnan(log_probs).any() else set()
 
 
 def token_versions(raw: RawReply, origin: str) -> NDArray[np.int32]:

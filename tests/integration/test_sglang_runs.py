@@ -57,12 +57,17 @@ def test_a_failed_sync_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(
 
 
 def test_a_lost_server_ends_the_run_after_the_update_in_progress_with_a_checkpoint(smoke_run, server, capsys):
-    server.faults |= {"/generate": [None] * 60 + ["drop"], "/health": [(503, {})]}
+    server.faults |= {"/generate": [None] * 60 + ["drop"], "/health": [None, (503, {})]}
     failed = smoke_run("engine=sglang", f"engine.url={server.url}", "strategy=slice_concat", "shadow=off")
     assert failed.code == 1
     assert "EngineLost: request r" in capsys.readouterr().err
     assert (failed.folder / "checkpoint" / "state.pt").is_file()
     assert failed.summary["status"] == "failed"
+    with loopback_server() as other:  # the run goes on wherever the next server is
+        other.layers = 2
+        arguments = ("engine=sglang", f"engine.url={other.url}", "strategy=slice_concat", "shadow=off")
+        assert smoke_run(*arguments, f"engine.server.publish_dir={failed.folder}", f"resume={failed.folder}").code == 0
+        assert other.version == "8"
 
 
 def test_a_reply_that_breaks_the_contract_ends_the_run_with_a_checkpoint_and_the_run_can_go_on(

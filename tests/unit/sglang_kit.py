@@ -46,7 +46,7 @@ class LoopbackServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.lock = threading.Condition()
-        self.version = "default"
+        self.version, self.model_path = "default", ""
         self.paused = False
         self.aborted = 0
         self.retracted = 0
@@ -127,7 +127,7 @@ class LoopbackServer(ThreadingHTTPServer):
         """Takes the weights of a folder."""
         self.held = dict(load_file(Path(body["model_path"]) / "model.safetensors"))
         self.config = json.loads((Path(body["model_path"]) / "config.json").read_text())
-        self.version = body["weight_version"]
+        self.version, self.model_path = body["weight_version"], body["model_path"]
         return {"success": True, "message": "Succeeded to update model weights."}
 
     def join(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class LoopbackServer(ThreadingHTTPServer):
             elif path == "/update_weights_from_disk":
                 return self.update(body)
             elif path == "/model_info":
-                return {"weight_version": self.version}
+                return {"weight_version": self.version, "model_path": self.model_path}
             elif path == "/server_info":
                 return self.settings
             self.lock.notify_all()
@@ -209,6 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault is not None:
             self.write(*fault)
+        elif self.path == "/health" and self.server.paused:  # it is asked to generate a token
+            self.write(503, {})
         else:
             self.write(200, self.server.answer(self.path, body))
 

@@ -2,13 +2,18 @@
 
 import asyncio
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from experiments import reporting
 from experiments.buffer import Admission, Interrupted, SampleQueue
 from experiments.clock import VirtualClock
 from experiments.engines.base import Reply
+from experiments.metrics.route_keys import ROW_BYTES
+from experiments.reporting import UpdateRecord
 from experiments.rollout import Rollouter, RolloutLimits, RowShape
 from experiments.schema import ResumeRows
 from strategies import SliceConcat
@@ -53,7 +58,7 @@ class ScriptedEngine:
             np.zeros(n, np.int32),
             finish,
         )
-        return Reply(call, prefill_tokens=len(request.input_ids))
+        return Reply(call, prefill_tokens=len(request.input_ids), row_bytes=0 if rows is None else 10 * len(rows))
 
 
 def rollouter_with(open_groups, **parts):
@@ -233,3 +238,12 @@ def test_with_delta_rows_a_call_asks_from_the_first_row_on_that_is_not_known():
     assert [q.row_start for q in engine.requests if q.request_id.startswith("r0.")] == [0, 4, 4, 5]
     _, _, engine = collect(lambda r, c, q: script[c], groups=1, limit=2)
     assert {q.row_start for q in engine.requests} == {0}
+
+
+def test_the_rows_of_all_calls_count_as_travelled_per_trained_token():
+    script = [(2, "abort"), (0, "abort"), (1, "abort"), (1, "stop")]  # 4, 5 and 6 rows of 10 bytes; 4 trained tokens
+    samples, _, _ = collect(lambda r, c, q: script[c], groups=1, limit=2)
+    assert [sample.row_bytes for sample in samples] == [150, 150]
+    views = [SliceConcat()(sample.rollout) for sample in samples]
+    record = cast(UpdateRecord, SimpleNamespace(samples=samples, views=views))
+    assert reporting._row_bytes(record) == {ROW_BYTES: 300 / 8}

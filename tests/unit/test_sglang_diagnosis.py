@@ -90,12 +90,50 @@ def test_probe_notes_what_is_unusual_but_usable(server, capsys):
     assert "note pauses were not tried" in printed
 
 
+def test_probe_tells_log_probs_of_another_model(server, capsys, tmp_path):
+    """Routes do not depend on the last layer: rows alone would be found in order."""
+    model = model_of(seed=0)
+    model.save_pretrained(str(tmp_path))
+    reply = server.reply
+
+    def with_the_models_rows(body, versions, *rest):
+        answer = reply(body, versions, *rest)
+        tokens = np.array([*body["input_ids"], *answer["output_ids"]], dtype=np.int32)
+        rows = teacher_forced(model, tokens, temperature=1.0)[1][body["routed_experts_start_len"] :]
+        answer["meta_info"]["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+        return answer
+
+    server.reply = with_the_models_rows
+    assert probe(server, "--checkpoint", str(tmp_path)) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 54 cells have other experts" in printed
+    assert "these are not this model's log-probs" in printed
+
+
 def test_probe_tells_rows_of_another_model(server, capsys, tmp_path):
     """The stand-in's rows are no model's: every count is right, only the comparison shows it."""
     model = model_of(seed=0)
     model.save_pretrained(str(tmp_path))
     assert probe(server, "--checkpoint", str(tmp_path)) == 1
     assert "these are not this model's rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://a", "http://a:b", "http://"])
+def test_probe_exits_2_for_what_is_no_url(url, capsys):
+    assert main(["probe", url]) == 2
+    assert f"error: http(s)://HOST:PORT expected, {url} came" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_told_from_wrong_rows(server, capsys, tmp_path):
+    model_of(seed=0, num_hidden_layers=2).save_pretrained(str(tmp_path))
+    assert main(["check", "--checkpoint", str(tmp_path), str(RECORDED / "0.5.23" / "complete.json")]) == 2
+    assert "2 layers and 2 experts per token expected, its rows have 4 and 2" in capsys.readouterr().err
+    assert probe(server, "--checkpoint", str(tmp_path)) == 1
+    assert "FAIL" in (printed := capsys.readouterr().out)
+    assert "its rows have 3 and 2" in printed
+    model_of(seed=0, num_hidden_layers=4).save_pretrained(str(tmp_path))
+    assert main(["check", "--checkpoint", str(tmp_path), str(RECORDED / "0.5.23" / "complete.json")]) == 2
+    assert "ids below 32 expected" in capsys.readouterr().err
 
 
 def test_probe_needs_the_sizes_of_the_model(server, capsys):
@@ -111,7 +149,7 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
     tokens = np.arange(1, 13, dtype=np.int32)
     log_probs, rows = teacher_forced(model, tokens, temperature=1.0)
 
-    def write(name, rows):
+    def write(name, rows, log_probs=log_probs):
         meta = {
             "finish_reason": {"type": "length", "length": 8},
             "output_token_logprobs": [[float(p), int(t), None] for p, t in zip(log_probs[3:], tokens[4:], strict=True)],
@@ -121,7 +159,7 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
             "model": {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2},
             "request": {
                 "input_ids": tokens[:4].tolist(),
-                "sampling_params": {"max_new_tokens": 8, "temperature": 1.0},
+                "sampling_params": {"max_new_tokens": 8},  # SGLang samples at temperature 1 then
                 "return_routed_experts": True,
             },
             "response": {"output_ids": tokens[4:].tolist(), "meta_info": meta},
@@ -131,6 +169,9 @@ def test_check_with_a_checkpoint_finds_rows_that_only_the_model_can_tell(tmp_pat
 
     assert write("right.json", rows) == 0
     assert "0 of 33 cells differ" in capsys.readouterr().out
+    assert write("other_head.json", rows, log_probs - 0.1) == 1, "the routes are right, the log-probs are not"
+    assert "WRONG" in (printed := capsys.readouterr().out)
+    assert "0 of 33 cells differ" in printed
     rows[[2, 5]] = rows[[5, 2]]
     assert write("wrong.json", rows) == 1
     assert "WRONG" in (printed := capsys.readouterr().out)

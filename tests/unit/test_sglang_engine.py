@@ -59,6 +59,7 @@ class OwnedServers:
 
     def begin(self, folder: Path, version: int, stack: ExitStack) -> LoopbackServer:
         server = stack.enter_context(loopback_server())
+        server.model_path = str(folder)
         if self._weights_in_folder:
             server.update({"model_path": str(folder), "weight_version": str(version)})
         self._prepare(server, len(self.started))
@@ -264,7 +265,7 @@ def test_a_server_with_another_model_is_refused_at_once(tmp_path, server):
 
 
 def test_no_server_at_the_url_is_a_clear_error(tmp_path):
-    with pytest.raises(EngineLost, match=r"the SGLang server cannot be used: http://127.0.0.1:9/pause_generation"):
+    with pytest.raises(EngineLost, match=r"the SGLang server cannot be used: http://127.0.0.1:9/server_info"):
         play(tmp_path, lambda engine: engine.generate(request()), "http://127.0.0.1:9")
 
 
@@ -304,7 +305,7 @@ def test_a_cache_that_was_not_flushed_is_flushed_again(tmp_path, server):
         ("/continue_generation", "drop", "resume"),
         ("/continue_generation", (500, {}), "resume"),
         ("/generate", "drop", "request r1.0"),
-        ("/generate", "hang", r"no answer within 0 s"),
+        ("/generate", "hang", r"no answer within 0.4 s"),
     ],
 )
 def test_a_failure_of_a_server_that_is_not_ours_ends_the_run(tmp_path, server, path, fault, message):

@@ -285,6 +285,20 @@ def test_an_abort_with_tokens_but_without_rows_is_a_segment_without_rows():
     assert (call.rows, call.new_tokens) == (None, 12)
 
 
+def test_a_response_that_the_server_cuts_short_is_flagged():
+    case = recorded("0.5.23/complete")
+    case["request"]["sampling_params"]["max_new_tokens"] = 13
+    assert parse(case).flags == {"cut_short"}
+
+
+def test_a_log_prob_too_low_for_float32_is_no_minus_infinity():
+    for value in (-3.5e38, -(10**400)):
+        case = recorded("0.5.23/complete")
+        entry(lambda e, value=value: [value, e[1], None])(case)
+        with pytest.raises(ReplyError, match="request complete: a finite log-prob <= 0 expected"):
+            parse(case)
+
+
 def test_a_row_that_is_repeated_over_and_over_is_flagged():
     case = recorded("0.5.23/abort_queue_0")
     rows = rows_of(case["response"]).copy()

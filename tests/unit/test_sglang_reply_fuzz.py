@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -12,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
+import experiments.engines.sglang.reply
+import strategies.reply
 from experiments.engines.sglang.reply import ParsedReply
 from strategies.reply import ReplyError
 from tests.unit.sglang_cases import RECORDED, ROW_BYTES, SHAPE, parse, rows_of, with_rows
@@ -85,11 +89,14 @@ def mutate_output_ids(rng: random.Random, case: dict[str, Any]) -> str | None:
 def mutate_log_prob(rng: random.Random, case: dict[str, Any]) -> str | None:
     entries = case["response"]["meta_info"]["output_token_logprobs"]
     at = rng.randrange(len(entries))
-    value = rng.choice([-rng.random() * 20, None, math.nan, 0.0, -0.0, -1, 0.5, math.inf, -math.inf, "x", True, [-1.0]])
+    value, expected = rng.choice(
+        [
+            *((v, AS_IT_SAYS) for v in (-rng.random() * 20, None, math.nan, 0.0, -0.0, -1, -3.4e38)),
+            *((v, REFUSED) for v in (0.5, math.inf, -math.inf, -3.5e38, -(10**400), 10**400, "x", True, [-1.0])),
+        ]
+    )
     entries[at] = [value, *entries[at][1:]]
-    if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and not value > 0):
-        return REFUSED if value == -math.inf else AS_IT_SAYS
-    return REFUSED
+    return expected
 
 
 def mutate_entries(rng: random.Random, case: dict[str, Any]) -> str | None:
@@ -152,6 +159,40 @@ def mutate_structure(rng: random.Random, case: dict[str, Any]) -> str | None:
     return REFUSED
 
 
+def mutate_start(rng: random.Random, case: dict[str, Any]) -> str | None:
+    """Asks for rows from another position on than the reply has them."""
+    came = case["request"].get("routed_experts_start_len", 0)
+    asked = rng.randrange(len(case["request"]["input_ids"]))
+    case["request"]["routed_experts_start_len"] = asked
+    return AS_IT_SAYS if came in (0, asked) else REFUSED
+
+
+def mutate_finish(rng: random.Random, case: dict[str, Any]) -> str | None:
+    ids = case["response"]["output_ids"]
+    reason, expected = rng.choice(
+        [
+            ({"type": "stop", "matched": ids[-1]}, AS_IT_SAYS),
+            ({"type": "stop", "matched": ids[-1] + 1}, REFUSED),
+            ({"type": "length", "length": len(ids)}, AS_IT_SAYS),
+            ({"type": "abort", "message": "Aborted"}, AS_IT_SAYS),
+            ({"type": "abort", "message": "Input is too long"}, REFUSED),
+            ({"type": "abort", "message": "Aborted", "status_code": 500}, REFUSED),
+            ({"type": rng.choice(["STOP", "", None, 1])}, REFUSED),
+        ]
+    )
+    case["response"]["meta_info"]["finish_reason"] = reason
+    return expected
+
+
+def mutate_counters(rng: random.Random, case: dict[str, Any]) -> str | None:
+    info, s = case["response"]["meta_info"], len(case["request"]["input_ids"])
+    name = rng.choice(["cached_tokens", "num_retractions"])
+    info[name] = rng.choice([rng.randrange(s + 1), s + 1, -1, "1", True, 1.0, [1]])
+    if type(info[name]) is not int or info[name] < 0:
+        return REFUSED
+    return REFUSED if name == "cached_tokens" and info[name] > s else AS_IT_SAYS
+
+
 def mutate_budget(rng: random.Random, case: dict[str, Any]) -> str | None:
     n = len(case["response"]["output_ids"])
     case["request"]["sampling_params"]["max_new_tokens"] = rng.randrange(n)
@@ -170,6 +211,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     mutate_spans,
     mutate_count,
     mutate_structure,
+    mutate_start,
+    mutate_finish,
+    mutate_counters,
     mutate_budget,
 )
 
@@ -177,7 +221,13 @@ MUTATIONS: tuple[Mutation, ...] = (
 def assert_read_as_it_says(case: dict[str, Any], parsed: ParsedReply) -> None:
     """Holds the parsed call against a plain reading of the same JSON."""
     call, response = parsed.reply.call, case["response"]
-    info = response["meta_info"]
+    info, s, n = response["meta_info"], len(case["request"]["input_ids"]), len(response["output_ids"])
+    assert (call.request_id, call.input_len, call.finish) == (case["name"], s, info["finish_reason"]["type"])
+    assert call.row_start == s + n - 1 - len(rows_of(response))
+    assert (call.surplus, call.kv_kept) == (None, False)
+    assert parsed.reply.prefill_tokens == s - info["cached_tokens"]
+    assert parsed.reply.retractions == info.get("num_retractions", 0)
+    assert parsed.reply.row_bytes == len(info["routed_experts"])
     assert call.output_ids.tolist() == response["output_ids"]
     said = [math.nan if e[0] is None else e[0] for e in info["output_token_logprobs"]]
     assert np.array_equal(call.log_probs, np.array(said, np.float32), equal_nan=True)
@@ -188,12 +238,14 @@ def assert_read_as_it_says(case: dict[str, Any], parsed: ParsedReply) -> None:
     assert call.mixed_rows == (len(set(per_token)) > 1)
 
 
-def test_ten_thousand_mutations_are_refused_or_read_as_they_say():
-    names = ("complete", "start_len_3", "abort_segment_1", "abort_segment_2", "abort_segment_2_delta", "abort_queue_0")
+def play(count: int) -> dict[str, int]:
+    """Returns how many of `count` mutated replies were refused and read; raises when one was neither."""
+    names = ("complete", "one_token", "start_len_3", "abort_segment_1", "abort_segment_2", "abort_segment_2_delta")
+    names += ("abort_queue_0", "retract", "in_place")
     texts = [(RECORDED / "0.5.23" / f"{name}.json").read_text() for name in names]
     rng = random.Random(20)
     outcomes = {REFUSED: 0, AS_IT_SAYS: 0}
-    while sum(outcomes.values()) < 10_000:
+    while sum(outcomes.values()) < count:
         case, mutation = json.loads(rng.choice(texts)), rng.choice(MUTATIONS)
         expected = mutation(rng, case)
         if expected is None:
@@ -207,4 +259,37 @@ def test_ten_thousand_mutations_are_refused_or_read_as_they_say():
         assert came == expected, f"{mutation.__name__}: {reason or case['response']}"
         if parsed is not None:
             assert_read_as_it_says(case, parsed)
-    assert min(outcomes.values()) > 1000
+    return outcomes
+
+
+def test_ten_thousand_mutations_are_refused_or_read_as_they_say():
+    assert min(play(10_000).values()) > 1000
+
+
+def changed_block(**change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a `normalize_rows` whose result is changed in one field."""
+    real = strategies.reply.normalize_rows
+
+    def normalize(*arguments: Any) -> Any:
+        block = real(*arguments)
+        return dataclasses.replace(block, **{name: edit(getattr(block, name)) for name, edit in change.items()})
+
+    return normalize
+
+
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "rows one position late": (strategies.reply, "normalize_rows", changed_block(rows=lambda r: np.roll(r, 1, axis=0))),
+    "row_start one too far": (strategies.reply, "normalize_rows", changed_block(row_start=lambda start: start + 1)),
+    "row_start forgotten": (strategies.reply, "normalize_rows", changed_block(row_start=lambda start: 0)),
+    "contents unchecked": (strategies.reply, "check_row_contents", lambda *_: None),
+    "spans unread": (experiments.engines.sglang.reply, "_spans", lambda *_: None),
+    "finish unread": (experiments.engines.sglang.reply, "_finish", lambda *_: "length"),
+    "cache unread": (experiments.engines.sglang.reply, "_prefill_tokens", lambda meta, sent, _: sent.input_len),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_parser_that_misreads_does_not_get_through(monkeypatch, fault):
+    monkeypatch.setattr(*PLANTED[fault])
+    with pytest.raises(AssertionError):
+        play(2000)

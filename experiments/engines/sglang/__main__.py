@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.check import is_http_url
+from experiments.engines.sglang.audit import WrongCheckpoint
 from experiments.engines.sglang.probe import Probe
 from experiments.engines.sglang.recorded import UnreadableFile, check_file
 from strategies.reply import RowShape
@@ -23,6 +25,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.command == "check":
         return _check(options.files, options.checkpoint)
+    if not is_http_url(options.url):
+        print(f"error: http(s)://HOST:PORT expected, {options.url} came", file=sys.stderr)
+        return 2
     sizes = (options.layers, options.top_k, options.experts)
     if any(sizes) and not all(sizes):
         print("error: give --layers, --top-k and --experts together", file=sys.stderr)
@@ -55,7 +60,7 @@ def _check(files: Sequence[Path], checkpoint: Path | None) -> int:
     for path in files:
         try:
             valid, line = check_file(path, checkpoint)
-        except UnreadableFile as error:
+        except (UnreadableFile, WrongCheckpoint) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         print(line)

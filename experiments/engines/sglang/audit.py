@@ -24,6 +24,7 @@ class Audit:
         cells: (position, layer) cells compared.
         differing_cells: those whose experts are another set.
         differing_positions: positions with such a cell, the first of them at most `SHOWN`.
+        mean_log_prob_error: mean |difference| of the tokens' log-probs, nats; NaN when none was compared.
         log_prob_error: largest |difference| of a token's log-prob under the model's own routes, nats; NaN when none was
             compared. Small beside differing cells: the server computed rightly and returned other rows.
     """
@@ -31,10 +32,23 @@ class Audit:
     cells: int
     differing_cells: int
     differing_positions: tuple[int, ...]
+    mean_log_prob_error: float
     log_prob_error: float
+
+    @property
+    def wrong_log_probs(self) -> bool:
+        """Whether the log-probs are another distribution's, not this one's in lower precision."""
+        return self.mean_log_prob_error > LOG_PROB_LIMIT
 
 
 SHOWN = 8
+
+LOG_PROB_LIMIT = 0.05
+"""Nats; bfloat16 errs by about 0.01 per token, another temperature by several times 0.1."""
+
+
+class WrongCheckpoint(ValueError):
+    """The checkpoint is not of the reply's model."""
 
 
 @torch.no_grad()
@@ -42,8 +56,19 @@ def audit(call: EngineCall, tokens: NDArray[np.int32], checkpoint: Path, tempera
     """Returns the comparison of `call`, whose input and output are `tokens` `[T]`, with the model in `checkpoint`.
 
     Float32, without a KV cache. Missing rows and log-probs are left out.
+
+    Raises:
+        WrongCheckpoint: its sizes are not those of the call.
     """
     model = Qwen3MoeForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32).eval()
+    sizes = (model.config.num_hidden_layers, model.config.num_experts_per_tok)
+    if call.rows is not None and call.rows.shape[1:] != sizes:
+        raise WrongCheckpoint(
+            f"{checkpoint}: {sizes[0]} layers and {sizes[1]} experts per token expected, its rows have "
+            f"{call.rows.shape[1]} and {call.rows.shape[2]}"
+        )
+    if (highest := int(tokens.max())) >= model.config.vocab_size:
+        raise WrongCheckpoint(f"{checkpoint}: ids below {model.config.vocab_size} expected, {highest} came")
     out = model(torch.from_numpy(np.asarray(tokens[None, :-1], dtype=np.int64)), output_router_logits=True)
     logits = torch.log_softmax(out.logits[0].float() / temperature, dim=-1)  # [T-1, V]
     targets = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
@@ -59,5 +84,6 @@ def audit(call: EngineCall, tokens: NDArray[np.int32], checkpoint: Path, tempera
         wrong = (np.sort(call.rows, axis=-1) != theirs).any(axis=-1) & known
         cells, differing = int(known.sum()), int(wrong.sum())
         positions = (np.flatnonzero(wrong.any(axis=1)) + call.row_start).tolist()
-    worst = float(np.nanmax(errors)) if np.isfinite(errors).any() else float("nan")
-    return Audit(cells, differing, tuple(positions[:SHOWN]), worst)
+    found = errors[np.isfinite(errors)]
+    mean, worst = (float(found.mean()), float(found.max())) if len(found) else (float("nan"), float("nan"))
+    return Audit(cells, differing, tuple(positions[:SHOWN]), mean, worst)

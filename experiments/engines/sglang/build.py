@@ -51,7 +51,7 @@ def build_engine(
     server = engine.server
     assert server is not None
     dtype = getattr(torch, engine.dtype.value)
-    folder = None if server.publish_dir is None else Path(server.publish_dir).expanduser()
+    folder = None if server.publish_dir is None else Path(server.publish_dir).expanduser().absolute()
     publisher = Publisher(model, dtype, folder)
     weights: Transport = Disk(publisher)
     if transport in (WeightTransport.gloo, WeightTransport.nccl):
@@ -69,6 +69,7 @@ def build_engine(
         max_in_flight=engine.max_running,
         request_timeout_s=server.request_timeout_s,
         prefix_cache=pause_mode is not Pause.in_place,
+        dtype=engine.dtype.value,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +10,14 @@ from typing import Any
 
 import httpx
 
+from experiments.check import is_loopback
 from experiments.engines.base import PauseMode, Request
 
 MANAGEMENT_TIMEOUT_S = 600.0
 """Of pauses and weight updates, which take as long as the model is large."""
 
+
+CONNECT_TIMEOUT_S = 10.0
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed by us before SGLang's server does (after 5 s), so that no request runs into that."""
@@ -67,6 +71,18 @@ def request_body(request: Request, sampling: Sampling, rid: str) -> dict[str, An
     }
 
 
+def http_client(url: str, **options: Any) -> httpx.AsyncClient:
+    """Returns a client of the server at `url`, with `options` of httpx; it sets no limit on the time of an answer."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    return httpx.AsyncClient(
+        base_url=url,
+        **options,
+        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        verify=url.startswith("https"),  # loading certificates takes a third of a second
+        trust_env=not is_loopback(url),  # no proxy of $HTTP_PROXY reaches this machine's own loopback interface
+    )
+
+
 class SGLangClient:
     """A connection pool to one server.
 
@@ -84,13 +100,7 @@ class SGLangClient:
             max_keepalive_connections=max_connections + 1,
             keepalive_expiry=KEEP_ALIVE_S,
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            limits=limits,
-            timeout=httpx.Timeout(MANAGEMENT_TIMEOUT_S, connect=10.0),
-            verify=url.startswith("https"),  # loading certificates takes a third of a second
-        )
+        self._http = http_client(url, limits=limits)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -178,24 +188,23 @@ class SGLangClient:
         if response.status_code != httpx.codes.OK:
             raise ServerRefused(f"{self.url}{path} {body}: status {response.status_code}, {response.text[:300]}")
 
-    async def _json(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    async def _json(self, method: str, path: str, body: Any = None, timeout_s: float = MANAGEMENT_TIMEOUT_S) -> Any:
         response = await self._send(method, path, body, timeout_s)
         try:
             return response.json()
         except ValueError:
             return {"error": {"message": f"status {response.status_code}, {response.text[:300]!r}"}}
 
-    async def _send(self, method: str, path: str, body: Any, timeout_s: float | None = None) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Any, timeout_s: float = MANAGEMENT_TIMEOUT_S) -> httpx.Response:
         if self._http.is_closed:
             raise ConnectionLost(f"{self.url}{path}: the connection was closed, the server is being replaced")
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s, connect=10.0, pool=None)
         try:
-            return await self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.TimeoutException as error:
-            waited = MANAGEMENT_TIMEOUT_S if timeout_s is None else timeout_s
-            message = f"{self.url}{path}: no answer within {waited:.0f} s ({type(error).__name__})"
+            async with asyncio.timeout(timeout_s):  # of the whole answer: httpx would wait as long for each piece of it
+                return await self._http.request(method, path, json=body)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            message = f"{self.url}{path}: no answer within {timeout_s:g} s ({type(error).__name__})"
             raise ConnectionLost(message, hung=True) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ConnectionLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
 

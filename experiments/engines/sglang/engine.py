@@ -27,7 +27,13 @@ from transformers import Qwen3MoeConfig
 
 from experiments.engines.base import EngineLost, PauseMode, Reply, Request, check_request
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
-from experiments.engines.sglang.handshake import check_model, check_settings
+from experiments.engines.sglang.handshake import (
+    check_dtype,
+    check_identity,
+    check_model,
+    check_settings,
+    check_sizes,
+)
 from experiments.engines.sglang.process import ServerProcess, ServerStartError
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
 from experiments.engines.sglang.transport import NOT_FLUSHED, Transport
@@ -97,6 +103,7 @@ class SGLangEngine:
         request_timeout_s: a request without an answer for so long counts as hung.
         prefix_cache: the server may keep one; not with pauses `in_place`, after which it would serve prompts from the
             KV cache of older weights.
+        dtype: what the server computes in, by torch's name.
     """
 
     def __init__(
@@ -109,7 +116,9 @@ class SGLangEngine:
         max_in_flight: int,
         request_timeout_s: float,
         prefix_cache: bool,
+        dtype: str = "float32",
     ):
+        self._config, self._dtype = config, dtype
         self._shape = RowShape(config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
         self._vocab_size, self._max_length = config.vocab_size, config.max_position_embeddings
         self._source, self._transport, self._sampling = source, transport, sampling
@@ -163,13 +172,12 @@ class SGLangEngine:
             self._version = version
             if self._source.start is not None:
                 await self._start_server()
+                assert self._client is not None
+                await check_model(self._client, self._shape, self._sampling, self._name)
             else:
                 assert self._source.url is not None
                 self._client = self._connect(self._source.url)
                 await self._take_over(self._client)
-            assert self._client is not None
-            await check_settings(self._client, self._prefix_cache)
-            await check_model(self._client, self._shape, self._sampling, self._name)
         except (OSError, ServerStartError, ServerRefused, ConnectionLost) as error:
             lost = self._give_up(f"the SGLang server cannot be used: {error}", error)
             await self.close()
@@ -368,6 +376,8 @@ class SGLangEngine:
         await self._server.wait_ready(self._source.start_timeout_s)
         client = self._connect(self._server.url)
         try:
+            await check_identity(client, folder)
+            await check_settings(client, self._prefix_cache)
             await self._transport.connect(client)
             if not self._transport.folder_has_weights:
                 await self._update(client)
@@ -377,11 +387,23 @@ class SGLangEngine:
         self._client = client
 
     async def _take_over(self, client: SGLangClient) -> None:
-        """Gives a server that is not ours the newest weights; it must not be in use."""
+        """Gives a server that is not ours the newest weights; it must not be in use.
+
+        It is looked at first: weights of another model would end it, or leave a part of its own. A server that is
+        paused, as one is after a failed update, cannot be asked for a token before it has them.
+        """
+        await check_settings(client, self._prefix_cache)
+        await check_dtype(client, self._dtype)
+        await check_sizes(client, self._config)
+        serves = await client.healthy()
+        if serves:
+            await check_model(client, self._shape, self._sampling, self._name)
         await self._transport.connect(client)
         await client.pause("abort")
         await self._update(client)
         await client.resume()
+        if not serves:
+            await check_model(client, self._shape, self._sampling, self._name)
 
     async def _release(self, client: SGLangClient) -> None:
         if not self._whole:

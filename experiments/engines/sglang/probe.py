@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.engines.base import PauseMode, Request
-from experiments.engines.sglang.audit import audit
+from experiments.engines.sglang.audit import Audit, WrongCheckpoint, audit
 from experiments.engines.sglang.client import ConnectionLost, Sampling, ServerRefused, SGLangClient, request_body
-from experiments.engines.sglang.handshake import check_settings
+from experiments.engines.sglang.handshake import check_settings, numbered
 from experiments.engines.sglang.recorded import UnreadableFile, describe, row_shape
 from experiments.engines.sglang.reply import ParsedReply, Sent, parse_reply
 from strategies.reply import ReplyError, RowShape
@@ -62,7 +62,7 @@ class Probe:
         try:
             async for finding in _Session(self, client).findings():
                 yield finding
-        except (ConnectionLost, ServerRefused, UnreadableFile, ReplyError) as error:
+        except (ConnectionLost, ServerRefused, UnreadableFile, ReplyError, WrongCheckpoint) as error:
             yield Finding("FAIL", str(error))
         finally:
             await client.close()
@@ -80,6 +80,8 @@ class _Session:
         info = await self._client.server_info()
         yield Finding("ok", f"SGLang {info.get('version')} at {self._probe.url}, dtype {info.get('dtype')}")
         yield await self._settings()
+        if info.get("dtype") == "auto":
+            yield Finding("note", "dtype auto computes a float32 checkpoint in float16; a run wants --dtype named")
         self._shape = self._shape or _known_shape(self._probe, info)
         yield Finding(
             "ok", f"rows of {self._shape.num_layers} layers, {self._shape.top_k} of {self._shape.num_experts}"
@@ -111,7 +113,7 @@ class _Session:
         request = Request(f"probe-{name}-{uuid.uuid4().hex[:8]}", tokens, budget, 0, row_start)
         body = await self._client.generate(request_body(request, self._sampling, request.request_id))
         sent = Sent(request.request_id, len(tokens), budget, row_start, rid=request.request_id)
-        return parse_reply(_numbered(body), sent, self._shape)
+        return parse_reply(numbered(body), sent, self._shape)
 
     def _spans(self, parsed: ParsedReply) -> Finding:
         if (parsed.reply.call.versions >= 0).all():
@@ -133,12 +135,14 @@ class _Session:
             f"against {checkpoint}: {found.differing_cells} of {found.cells} cells have other experts, log-probs "
             f"differ by at most {found.log_prob_error:.1e}"
         )
-        if not found.differing_cells:
-            return Finding("ok", text)
-        share = found.differing_cells / found.cells
-        hint = "a low-precision server flips some" if share < 0.2 else "these are not this model's rows"
-        where = ", ".join(map(str, found.differing_positions))
-        return Finding("note" if share < 0.2 else "FAIL", f"{text}; positions {where}, ...: {hint}")
+        share = found.differing_cells / found.cells if found.cells else 0.0
+        if share >= 0.2:
+            return Finding("FAIL", f"{text}; positions {_shown(found)}: these are not this model's rows")
+        if found.wrong_log_probs:
+            return Finding("FAIL", f"{text}: these are not this model's log-probs at temperature 1")
+        if found.differing_cells:
+            return Finding("note", f"{text}; positions {_shown(found)}: a low-precision server flips some")
+        return Finding("ok", text)
 
     async def _pause(self, mode: PauseMode) -> Finding:
         asked = asyncio.create_task(self._ask(mode, self._prompt, LONG))
@@ -156,15 +160,8 @@ class _Session:
         return Finding("ok" if right else "FAIL", f"pause {mode}: {describe(parsed)}")
 
 
-def _numbered(body: Any) -> Any:
-    """Returns the reply without its weight version where that is no number of syncs, as on a server fresh from its
-    start.
-    """
-    meta = body.get("meta_info") if isinstance(body, dict) else None
-    if isinstance(meta, dict) and meta.get("weight_version") == "default":
-        kept = {key: value for key, value in meta.items() if key not in ("weight_version", "weight_versions")}
-        return {**body, "meta_info": kept}
-    return body
+def _shown(found: Audit) -> str:
+    return f"{', '.join(map(str, found.differing_positions))}, ..."
 
 
 def _known_shape(probe: Probe, info: dict[str, Any]) -> RowShape:

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import httpx
 
+from experiments.engines.sglang.client import http_client
 from experiments.schema import EngineConfig, ServerConfig
 
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 POLL_S = 0.5
+POLL_TIMEOUT_S = 5.0
 PROGRESS_S = 20.0
 STOP_S = 15.0
 LOG_LINES = 12
@@ -154,7 +156,7 @@ class ServerProcess:
         started = time.monotonic()
         next_message = started + PROGRESS_S
         log.info("SGLang server: starting on %s (imports take a minute or more); log: %s", self.url, self._log_path)
-        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, verify=False) as http:
+        async with http_client(self.url) as http:
             while True:
                 if (code := self.exit_code()) is not None:
                     raise ServerStartError(
@@ -204,6 +206,7 @@ class ServerProcess:
 
 async def _answers(http: httpx.AsyncClient) -> bool:
     try:
-        return (await http.get("/health")).status_code == httpx.codes.OK
-    except httpx.TransportError:
+        async with asyncio.timeout(POLL_TIMEOUT_S):
+            return (await http.get("/health")).status_code == httpx.codes.OK
+    except (TimeoutError, httpx.RequestError):
         return False

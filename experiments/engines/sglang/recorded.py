@@ -61,6 +61,7 @@ def check_file(path: Path, checkpoint: Path | None) -> tuple[bool, str]:
 
     Raises:
         UnreadableFile: no recorded request and reply.
+        WrongCheckpoint: `checkpoint` is of another model.
     """
     case = read_case(path)
     shape = row_shape(case["model"], f"{path}: model")
@@ -72,11 +73,12 @@ def check_file(path: Path, checkpoint: Path | None) -> tuple[bool, str]:
     if checkpoint is None or not parsed.reply.call.new_tokens:
         return True, f"ok       {text}"
     tokens = np.concatenate([case["request"]["input_ids"], parsed.reply.call.output_ids]).astype(np.int32)
-    found = audit(parsed.reply.call, tokens, checkpoint, float(case["request"]["sampling_params"]["temperature"]))
+    temperature = float(case["request"]["sampling_params"].get("temperature", 1.0))
+    found = audit(parsed.reply.call, tokens, checkpoint, temperature)
     model = f"{found.differing_cells} of {found.cells} cells differ from {checkpoint}" + (
         f" (positions {', '.join(map(str, found.differing_positions))}, ...)" if found.differing_positions else ""
     )
-    good = found.differing_cells == 0
+    good = found.differing_cells == 0 and not found.wrong_log_probs
     return (
         good,
         f"{'ok      ' if good else 'WRONG   '} {text}; {model}, log-probs by at most {found.log_prob_error:.1e}",

@@ -64,7 +64,9 @@ class Sent:
 
 @dataclass(frozen=True, eq=False)
 class ParsedReply:
-    """A valid reply, and what was irregular about it (strategies.reply.CheckedReply.flags, and `repeated_rows`)."""
+    """A valid reply, and what was irregular about it: strategies.reply.CheckedReply.flags, `repeated_rows`, and
+    `cut_short` where the server allows fewer tokens than were asked for (its context is shorter than the model's).
+    """
 
     reply: Reply
     flags: frozenset[str]
@@ -133,7 +135,11 @@ def parse_reply(body: Any, sent: Sent, shape: RowShape) -> ParsedReply:
     for name in ("completion_tokens", "output_token_logprobs_length"):
         if (came := _optional_count(meta, name, origin)) not in (None, len(ids)):
             raise ReplyError(f"{origin}: {len(ids)} output ids came, but `{name}` is {came}")
-    run = longest_equal_run(checked.call.rows) if checked.call.rows is not None else 0
+    flags = set(checked.flags)
+    if checked.call.rows is not None and longest_equal_run(checked.call.rows) >= LONG_RUN:
+        flags.add("repeated_rows")
+    if finish == "length" and len(ids) < sent.max_new_tokens:
+        flags.add("cut_short")
     return ParsedReply(
         Reply(
             call=checked.call,
@@ -141,7 +147,7 @@ def parse_reply(body: Any, sent: Sent, shape: RowShape) -> ParsedReply:
             retractions=retractions,
             row_bytes=0 if rows is None else len(rows),
         ),
-        checked.flags | ({"repeated_rows"} if run >= LONG_RUN else set()),
+        frozenset(flags),
     )
 
 

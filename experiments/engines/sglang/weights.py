@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -73,11 +74,10 @@ class Publisher:
             shutil.rmtree(old, ignore_errors=True)
         del self._versions[:-1]
         free = shutil.disk_usage(folder).free
+        what = f"weight version {version} needs {needed / 1e6:.1f} MB in {self._parent}"
+        advice = "set engine.server.publish_dir to a larger folder that the server can read"
         if free < needed:
-            raise OSError(
-                f"weight version {version} needs {needed / 1e6:.0f} MB in {self._parent}, {free / 1e6:.0f} MB are "
-                "free; set engine.server.publish_dir to a larger folder that the server can read"
-            )
+            raise OSError(f"{what}, {free / 1e6:.1f} MB are free; {advice}")
         target = folder / f"v{version}"
         partial = folder / f"v{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -87,6 +87,8 @@ class Publisher:
             save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
+        except SafetensorError as error:  # how safetensors reports what the file system refused, a quota for instance
+            raise OSError(f"{what}: {error}; {advice}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         if target not in self._versions:
