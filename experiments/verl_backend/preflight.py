@@ -79,7 +79,7 @@ class Facts:
         model_error: why it cannot be a checkpoint; None when it can.
         missing_files: data files that do not exist.
         ray_address: a running Ray cluster to join; None: Ray starts on this node alone.
-        logged_in: W&B has credentials on this node, where the record is kept; asked only for tracking=online.
+        login_error: why W&B takes no run from this node, where the record is kept; asked only for tracking=online.
     """
 
     nodes: tuple[Node, ...]
@@ -90,7 +90,7 @@ class Facts:
     model_error: str | None
     missing_files: tuple[str, ...]
     ray_address: str | None
-    logged_in: bool = True
+    login_error: str | None = None
 
 
 def gather_facts(config: Config, verl: Any) -> Facts:
@@ -108,7 +108,7 @@ def gather_facts(config: Config, verl: Any) -> Facts:
         model_error=model_error,
         missing_files=tuple(sorted(_missing_files(verl))),
         ray_address=address,
-        logged_in=config.tracking.mode is not TrackingMode.online or _logged_in(),
+        login_error=login_error() if config.tracking.mode is TrackingMode.online else None,
     )
 
 
@@ -145,12 +145,11 @@ def cluster_nodes(address: str) -> tuple[tuple[Node, ...], str | None]:
     return tuple(Node(*node) for node in json.loads(found[-1].removeprefix("NODES "))), None
 
 
-def _logged_in() -> bool:
-    """Asks W&B for credentials in a process of its own: importing it takes seconds, and the run itself may not need
-    it here.
-    """
-    command = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else 1)"
-    return subprocess.run([sys.executable, "-c", command], capture_output=True, check=False).returncode == 0
+def login_error() -> str | None:
+    """Asks W&B in a process of its own, which takes seconds; returns what is wrong with the credentials."""
+    command = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else 'there are no credentials on this node')"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def _version(name: str) -> str | None:
@@ -418,6 +417,8 @@ def _model(config: Config, facts: Facts) -> Iterator[str]:
     came = facts.model_config
     if came is None:
         return
+    if "num_local_experts" in came:  # transformers 5 writes it so
+        came = {"num_experts": came["num_local_experts"], **came}
     if not came.get("num_experts"):
         yield f"model: {config.model.checkpoint} is no MoE (its config.json has no num_experts)"
         return
@@ -436,5 +437,5 @@ def _tracking(config: Config, verl: Any, facts: Facts) -> Iterator[str]:
     came = _get(verl, f"{WORKER_ENVIRONMENT}.WANDB_MODE")
     if came != mode:
         yield f"W&B: WANDB_MODE={mode} expected in {WORKER_ENVIRONMENT}, {came} came"
-    if not facts.logged_in:
-        yield "W&B: tracking=online, and there are no credentials on this node: `wandb login`, or tracking=offline"
+    if facts.login_error is not None:
+        yield f"W&B: tracking=online, and {facts.login_error}: `wandb login`, or tracking=offline"

@@ -80,7 +80,7 @@ def test_the_preset_passes_the_preflight_of_a_fitting_machine():
 
 def test_the_preflight_lists_all_failures_at_once():
     versions = TESTED | {"sglang": "0.5.9", "verl": None}
-    facts = Facts((Node(0, 4),), None, versions, "no module", {"hidden_size": 1}, None, ("f",), None, logged_in=False)
+    facts = Facts((Node(0, 4),), None, versions, "no module", {"hidden_size": 1}, None, ("f",), None, "no credentials")
     of = job(
         "strategy=slice_concat",
         "backend.verl.trainer.n_gpus_per_node=6",
@@ -99,7 +99,7 @@ def test_the_preflight_lists_all_failures_at_once():
         "there is no file",
         "is no MoE",
         "WANDB_MODE=offline expected",
-        "no credentials on this node",
+        "tracking=online, and no credentials: `wandb login`",
         "below the longest sequence",
     ):
         assert part in text
@@ -131,8 +131,9 @@ def test_replay_keys_that_disagree_with_the_strategy_are_found():
 
 
 def test_a_checkpoint_of_another_size_is_found():
-    facts = dataclasses.replace(GOOD, model_config={"num_experts": 64, "num_hidden_layers": 48})
-    assert failures(job(), facts) == ["model: `num_experts` is 64 in its config.json, 128 in conf/"]
+    for key in ("num_experts", "num_local_experts"):  # the latter is what transformers 5 writes
+        facts = dataclasses.replace(GOOD, model_config={key: 64, "num_hidden_layers": 48})
+        assert failures(job(), facts) == ["model: `num_experts` is 64 in its config.json, 128 in conf/"]
 
 
 def test_r2_needs_decoupled_mode_in_verl():
