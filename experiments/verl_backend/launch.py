@@ -40,6 +40,10 @@ ABSENT_IN_VERLS_YAML = (
 )
 
 
+LOCAL_FILES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
+"""Read by workers, which start in another folder than run.py."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One run to make: the configuration, typed and as Hydra composed it, the strategy's YAML, the run directory, and
@@ -251,9 +255,19 @@ def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
         "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": worker_environment(job)}}},
     }
     merged = OmegaConf.merge(OmegaConf.create(config.backend.verl), OmegaConf.create(derived))
+    for key in LOCAL_FILES:
+        OmegaConf.update(merged, key, _absolute(OmegaConf.select(merged, key)), force_add=True)
     values = OmegaConf.to_container(merged, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _absolute(path: Any) -> Any:
+    """Returns the path, or list of them, absolute where it is one of a file or folder on this node."""
+    if isinstance(path, str):
+        local = Path(path).expanduser()
+        return str(local.absolute()) if local.exists() else path
+    return path if path is None else [_absolute(one) for one in path]
 
 
 def worker_environment(job: Job) -> dict[str, str]:

@@ -296,3 +296,16 @@ def test_a_model_of_the_hub_is_looked_at_where_it_is_cached(tmp_path: Path, monk
     (model / "refs" / "main").write_text("abc")
     (model / "snapshots" / "abc" / "config.json").write_text('{"num_experts": 7}')
     assert model_facts("some/model") == ({"num_experts": 7}, None)
+
+
+def test_workers_get_absolute_paths_of_local_files_and_ids_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "more.parquet").touch()
+    of = job("backend.verl.data.train_files=train.parquet", "backend.verl.data.val_files=[more.parquet,none.parquet]")
+    values = overrides(of, strategy_mode(of.config))
+    assert values["data"]["train_files"] == str(tmp_path / "train.parquet")
+    assert values["data"]["val_files"] == [str(tmp_path / "more.parquet"), "none.parquet"]
+    assert values["actor_rollout_ref"]["model"]["path"] == "Qwen/Qwen3-30B-A3B"
+    (tmp_path / "Qwen" / "Qwen3-30B-A3B").mkdir(parents=True)
+    assert overrides(of, strategy_mode(of.config))["actor_rollout_ref"]["model"]["path"].startswith(str(tmp_path))
