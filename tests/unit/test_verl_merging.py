@@ -20,6 +20,7 @@ from experiments.verl_backend.sglang_rows import extract_routed_experts_from_met
 from experiments.verl_backend.statistics import RatioStatistics, pack, unpack
 from strategies import Exact, Gated, LastSegment, Live, MaskStale, MergeError, Recompute, Replace, Shuffled, SliceConcat
 from strategies.checks import check_rollout
+from strategies.reply import ReplyError
 from strategies.types import EngineCall, ReplayView, Rollout
 
 
@@ -135,6 +136,28 @@ def test_a_strategy_of_several_views_is_an_error_at_the_trajectory_too():
     last = merging().record(Answer(5, [5, 6], [-1.0] * 2, rows[1] + 1, 1, "stop"), "r.1", {})
     with pytest.raises(MergeError, match="one view of 7 tokens expected"):
         merging(strategy=Exact()).merge("r", [0, 1, 2], [3, 4, 5, 6], [first, last], {})
+
+
+@pytest.mark.parametrize("fault", ["no rows", "a row short"])
+def test_missing_rows_are_an_error_or_dropped_or_live_and_counted(fault: str):
+    """F1, F2, F4; tests/verl/test_client.py has them behind verl's client."""
+    rows = None if fault == "no rows" else 3
+    for policy in ("raise", "drop", "live"):
+        rule, flags = merging(on_missing_rows=policy, live_rows=True), {}
+
+        def merged(rule: Merging = rule, flags: dict[str, int] = flags) -> Any:
+            calls = [rule.record(answer(3, 2, rows), "r.0", flags), rule.record(answer(5, 2, 6, "stop"), "r.1", flags)]
+            return rule.merge("r", [0, 1, 2], [3, 4, 5, 6], calls, flags)
+
+        if policy == "raise":
+            with pytest.raises((MergeError, ReplyError), match=r"request r\.0"):
+                merged()
+            continue
+        came = merged()
+        assert (came.rows == -1).all()
+        assert came.response_mask.tolist() == [policy == "live"] * 4
+        refused = {"rows_refused": 1} if fault == "a row short" else {}
+        assert dict(came.flags) == {"rows_missing": 1, "dropped" if policy == "drop" else "live": 1, **refused}
 
 
 def test_a_trajectory_without_a_generated_token_carries_no_loss_and_no_usable_row():
