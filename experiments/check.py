@@ -192,6 +192,11 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         backend.name == "verl" and config.resume is not None,
         "`resume` needs backend=local; verl continues by its own backend.verl.trainer.resume_mode",
     )
+    yield backend.name == "verl" and config.record, "`record` needs backend=local: verl's rollouts are not written"
+    yield (
+        backend.name == "verl" and config.mode is Mode.score,
+        "`mode=score` needs backend=local: the rollouts of a recording are scored on this machine",
+    )
     yield (
         config.resume is not None and not (Path(config.resume) / CHECKPOINT_FILE).is_file(),
         f"`resume`: there is no checkpoint in {config.resume}; a run saves one every `checkpoint.every` syncs, at its "
@@ -206,7 +211,8 @@ def _violations(config: Config, strategy: MergeStrategy) -> Iterator[tuple[bool,
         yield not math.isfinite(value), f"`{path}` must be finite, not {value}"
     yield from _algorithm(config, strategy)
     yield from _schedule(config, strategy)
-    if backend.name == "local":  # verl has its own engine, trainer, model and data; preflight.py checks them
+    yield from _carried_over(config)
+    if backend.name == "local":  # verl has its own engine, model and data; preflight.py checks them
         yield from _model(config)
         yield from _parts(config)
 
@@ -322,11 +328,19 @@ def _model(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _parts(config: Config) -> Iterator[tuple[bool, str]]:
-    s, e, t, w = config.sampling, config.engine, config.trainer, config.task.warm_start
+def _carried_over(config: Config) -> Iterator[tuple[bool, str]]:
+    """Yields what both back ends read of sampling and trainer."""
+    s, t = config.sampling, config.trainer
     yield s.temperature <= 0, f"`sampling.temperature` must be positive, not {s.temperature}"
     yield not 0 < s.top_p <= 1, f"`sampling.top_p` must lie in (0, 1], not {s.top_p}"
     yield s.max_response_tokens < 1, f"`sampling.max_response_tokens` must be at least 1, not {s.max_response_tokens}"
+    yield t.learning_rate < 0, f"`trainer.learning_rate` must not be negative, not {t.learning_rate}"
+    yield t.weight_decay < 0, f"`trainer.weight_decay` must not be negative, not {t.weight_decay}"
+    yield t.max_grad_norm <= 0, f"`trainer.max_grad_norm` must be positive, not {t.max_grad_norm}"
+
+
+def _parts(config: Config) -> Iterator[tuple[bool, str]]:
+    e, t, w = config.engine, config.trainer, config.task.warm_start
     yield from _engine(config)
     yield t.name != "megatron", f"`trainer` must be megatron, not {t.name}"
     yield e.max_running < 1, f"`engine.max_running` must be at least 1, not {e.max_running}"
@@ -336,12 +350,9 @@ def _parts(config: Config) -> Iterator[tuple[bool, str]]:
         t.max_tokens_per_micro_batch < 1,
         f"`trainer.max_tokens_per_micro_batch` must be at least 1, not {t.max_tokens_per_micro_batch}",
     )
-    yield t.learning_rate < 0, f"`trainer.learning_rate` must not be negative, not {t.learning_rate}"
     for name in ("adam_beta1", "adam_beta2"):
         yield not 0 <= getattr(t, name) < 1, f"`trainer.{name}` must lie in [0, 1), not {getattr(t, name)}"
-    yield t.weight_decay < 0, f"`trainer.weight_decay` must not be negative, not {t.weight_decay}"
     yield w.learning_rate <= 0, f"`task.warm_start.learning_rate` must be positive, not {w.learning_rate}"
-    yield t.max_grad_norm <= 0, f"`trainer.max_grad_norm` must be positive, not {t.max_grad_norm}"
     yield config.task.problems < 0, f"`task.problems` must not be negative, not {config.task.problems}"
     yield not config.task.datasets, "`task.datasets` is empty; name at least one reasoning-gym dataset"
     for i, d in enumerate(config.task.datasets):

@@ -300,4 +300,7 @@ def _reason(error: BaseException) -> str:
         text = f"{text.rstrip('.')}: {error.__cause__}"
     advice = ("object_type=", "reference_type=", "full_key:", "To append")
     lines = [line for line in text.splitlines() if not line.strip().startswith(advice)]
-    return " ".join(" ".join(lines).split("Config search path")[0].split())
+    reason = " ".join(" ".join(lines).split("Config search path")[0].split())
+    if "Could not override 'backend.verl." in reason:  # its schema is verl's, which is not read yet
+        reason += " A key of verl that conf/ does not set is added with +: `+backend.verl...=`"
+    return reason

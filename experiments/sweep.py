@@ -199,7 +199,7 @@ def _unfinished(jobs: Sequence[PlannedJob]) -> list[PlannedJob]:
             raise ConfigError(
                 f"{found.reason}; choose another `experiment_name` or `hydra.sweep.dir`, or remove that directory"
             )
-        if found.state is State.completed:
+        if found.state is State.completed and not job.node.dry_run:  # a plan is always printed
             print(f"run.py: {label(job, jobs)}: completed before, skipped", file=sys.stderr)
         elif is_claimed(job.run_dir):
             print(f"run.py: {label(job, jobs)}: skipped, {claimed_elsewhere(job.run_dir)}", file=sys.stderr)

@@ -28,8 +28,9 @@ def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory
     kept = len(merged.response_mask)
     output.response_ids = output.response_ids[:kept]
     output.response_mask = merged.response_mask.astype(int).tolist()
-    if output.response_logprobs is not None:
-        output.response_logprobs = output.response_logprobs[:kept]
+    # A number everywhere: what the mask leaves out is still multiplied by 0 in verl's gradient, and a group's first
+    # member decides whether the column exists. verl itself gives None where no token was generated.
+    output.response_logprobs = np.nan_to_num(np.array(output.response_logprobs or [0.0] * kept)[:kept]).tolist()
     output.routed_experts = merged.rows
     versions = [int(v) for call in trajectory.calls if call.new_tokens for v in call.versions]
     if versions:

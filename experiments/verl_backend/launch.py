@@ -22,7 +22,7 @@ from experiments.schema import Config, OldLogProb
 from experiments.tracking import Tracker
 from experiments.verl_backend.compose import lay_over, verl_defaults, verl_folder
 from experiments.verl_backend.plan import plan_text
-from experiments.verl_backend.preflight import checks, gather_facts, layout
+from experiments.verl_backend.preflight import checks, gather_facts, layout, unchecked
 from experiments.verl_backend.replay_mode import ReplayMode, UnsupportedStrategy, replay_mode
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -38,6 +38,10 @@ ABSENT_IN_VERLS_YAML = (
     "actor_rollout_ref.actor.megatron.override_transformer_config",
     "actor_rollout_ref.rollout.engine_kwargs.sglang",
 )
+
+
+LOCAL_FILES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
+"""Read by workers, which start in another folder than run.py."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,12 @@ def launch(job: Job) -> int:
     values = overrides(job, mode)
     composed = has_verl()
     verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML) if composed else OmegaConf.create(values)
-    failures = checks(job.config, verl, mode, gather_facts(job.config, verl, ROOT))
+    facts = gather_facts(job.config, verl)
+    failures = checks(job.config, verl, mode, facts)
     if job.config.dry_run:
-        print(plan_text(job.config, job.strategy_name, mode, values, verl if composed else None, failures))
+        preflight = [f"FAIL {failure}" for failure in failures] or ["all checks passed"]
+        preflight += unchecked(job.config, facts)
+        print(plan_text(job.config, job.strategy_name, mode, values, verl if composed else None, preflight))
         return COMPLETED
     if failures:
         print(f"run.py: bad configuration: {len(failures)} preflight checks failed:", file=sys.stderr)
@@ -248,16 +255,28 @@ def overrides(job: Job, mode: ReplayMode) -> dict[str, Any]:
         "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": worker_environment(job)}}},
     }
     merged = OmegaConf.merge(OmegaConf.create(config.backend.verl), OmegaConf.create(derived))
+    for key in LOCAL_FILES:
+        OmegaConf.update(merged, key, _absolute(OmegaConf.select(merged, key)), force_add=True)
     values = OmegaConf.to_container(merged, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
+def _absolute(path: Any) -> Any:
+    """Returns the path, or list of them, absolute where it is one of a file or folder on this node."""
+    if isinstance(path, str):
+        local = Path(path).expanduser()
+        return str(local.absolute()) if local.exists() else path
+    return path if path is None else [_absolute(one) for one in path]
+
+
 def worker_environment(job: Job) -> dict[str, str]:
     """Returns the variables that Ray sets in every worker: where our packages are, and where verl keeps its own log."""
     folder = job.run_dir.resolve()
+    # Absolute: a worker starts in a folder of its own.
+    own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *own])),
         "WANDB_MODE": job.config.tracking.mode.value,  # nothing that a worker imports may go online by itself
         "VERL_FILE_LOGGER_PATH": str(folder / "verl_metrics.jsonl"),
     }

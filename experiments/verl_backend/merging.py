@@ -192,6 +192,7 @@ class Merging:
 
         Raises:
             MergeError: as `merge`.
+            RuntimeError: the strategy raised anything else.
         """
         mask = rollout.counted()
         try:
@@ -201,6 +202,11 @@ class Merging:
                 raise
             kind = "dropped" if self.on_missing_rows == "drop" else "live"
             return MergedRows(self._placeholder(rollout), mask & (kind == "live"), {"rows_missing": 1, kind: 1})
+        except Exception as error:  # a user's class may raise anything; the reader must know for which trajectory
+            raise RuntimeError(
+                f"rollout {rollout.rollout_id}, strategy {type(self.strategy).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not views:  # no generated token: no loss, so that verl replays nothing of it
             return MergedRows(self._placeholder(rollout), mask, {})
         view = self._single(rollout, views)
@@ -218,16 +224,33 @@ class Merging:
         )
 
     def _single(self, rollout: Rollout, views: list[ReplayView]) -> ReplayView:
-        """Returns the one view.
+        """Returns the one view. verl would fill rows that are short with zeros, and cut ids to 16 bits.
 
         Raises:
-            MergeError: several views, one that ends early, or live rows that the trainer cannot leave to its router.
+            MergeError: several views, one that ends early, rows of another shape, type or range, loss on a token that
+                has no log-prob, or live rows that the trainer cannot leave to its router.
         """
         origin, name = f"rollout {rollout.rollout_id}", type(self.strategy).__name__
         if len(views) != 1 or views[0].length != rollout.length:
             raise MergeError(
                 f"{origin}: one view of {rollout.length} tokens expected, {len(views)} of "
                 f"{[view.length for view in views]} came from {name}; verl trains one row matrix per trajectory"
+            )
+        rows, shape = views[0].rows, (rollout.length - 1, self.num_layers, self.top_k)
+        if rows.shape != shape or rows.dtype.kind not in "iu":
+            raise MergeError(
+                f"{origin}: integer rows of shape {shape} expected, {rows.dtype} of {rows.shape} came from {name}"
+            )
+        if rows.size and not LIVE <= rows.min() <= rows.max() < self.num_experts:
+            raise MergeError(
+                f"{origin}: expert ids in 0..{self.num_experts - 1}, or {LIVE}, expected, {rows.min()}..{rows.max()} "
+                f"came from {name}"
+            )
+        stray = np.flatnonzero(views[0].loss_mask & ~rollout.counted())
+        if len(stray):
+            raise MergeError(
+                f"{origin}: loss on tokens that a call generated with a log-prob expected, {name} put it on token "
+                f"{stray[0]} ({len(stray)} such tokens)"
             )
         if not self.live_rows and (views[0].rows == LIVE).any():
             raise MergeError(

@@ -28,10 +28,10 @@ def plan_text(
     mode: ReplayMode,
     values: Mapping[str, Any],
     verl: DictConfig | None,
-    failures: Sequence[str],
+    preflight: Sequence[str],
 ) -> str:
-    """Returns the plan: strategy, resources, memory, preflight, and verl's configuration (the values laid over it when
-    `verl` is None because it is not installed here).
+    """Returns the plan: strategy, resources, memory, the lines of the preflight, and verl's configuration (the values
+    laid over it when `verl` is None because it is not installed here).
     """
     laid_out = OmegaConf.create(dict(values)) if verl is None else verl
     size, plan = model_size(config), layout(config, laid_out)
@@ -41,7 +41,7 @@ def plan_text(
         _section("Strategy", _strategy(config, mode)),
         _section("Resources", _resources(config, plan)),
         _section("Expected memory per GPU (computed, not measured)", _memory(size, plan, memory)),
-        _section("Preflight", [f"FAIL {failure}" for failure in failures] or ["all checks passed"]),
+        _section("Preflight", preflight),
         _section(_title(verl), OmegaConf.to_yaml(laid_out if verl is None else _without_hydra(verl)).splitlines()),
     ]
     return "\n\n".join(parts)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from experiments.check import ConfigError, strategy_nodes
 from experiments.schema import Config, OldLogProb, RatioLevel, TrackingMode
 from experiments.verl_backend.replay_mode import ReplayMode
 from experiments.verl_backend.resources import Layout, ModelSize, expected_memory
@@ -46,6 +48,8 @@ FIXED: dict[str, Any] = {
 """Keys of verl that must hold these values: verl asserts them, or silently does something else."""
 
 
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
 ACTOR_CPUS = 24
 """CPUs that verl's runner, rollouter, trainer, message queue and first agent-loop worker ask of Ray (1, 10, 10, 2, 1):
 without them they wait for ever."""
@@ -70,11 +74,12 @@ class Facts:
         nodes: those of the cluster; this machine alone where Ray starts here.
         cluster_error: why the cluster at RAY_ADDRESS does not answer; None when it does or there is none.
         versions: installed version by distribution; None where it is missing.
-        import_error: why a fresh process elsewhere cannot import our packages; None when it can.
-        model_config: the checkpoint's config.json; None when the path is no local folder.
+        import_error: why a fresh process elsewhere cannot import our packages or a strategy's class; None when it can.
+        model_config: the checkpoint's config.json; None when the checkpoint is not on this node.
+        model_error: why it cannot be a checkpoint; None when it can.
         missing_files: data files that do not exist.
         ray_address: a running Ray cluster to join; None: Ray starts on this node alone.
-        logged_in: W&B has credentials on this node, where the record is kept; asked only for tracking=online.
+        login_error: why W&B takes no run from this node, where the record is kept; asked only for tracking=online.
     """
 
     nodes: tuple[Node, ...]
@@ -82,27 +87,32 @@ class Facts:
     versions: Mapping[str, str | None]
     import_error: str | None
     model_config: Mapping[str, Any] | None
+    model_error: str | None
     missing_files: tuple[str, ...]
     ray_address: str | None
-    logged_in: bool = True
+    login_error: str | None = None
 
 
-def gather_facts(config: Config, verl: Any, root: Path) -> Facts:
-    """Returns the facts for the configuration; `root` is our repository, which Ray workers must import from."""
+def gather_facts(config: Config, verl: Any) -> Facts:
+    """Returns the facts for the configuration."""
     address = os.environ.get("RAY_ADDRESS")
     here = Node(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), os.cpu_count() or 1)
     nodes, error = ((here,), None) if address is None else cluster_nodes(address)
+    model_config, model_error = model_facts(_get(verl, "actor_rollout_ref.model.path"))
     return Facts(
         nodes=nodes,
         cluster_error=error,
         versions={name: _version(name) for name in TESTED},
-        import_error=_import_error(root),
-        model_config=_model_config(str(_get(verl, "actor_rollout_ref.model.path"))),
+        import_error=import_error(_get(verl, f"{WORKER_ENVIRONMENT}.PYTHONPATH"), strategy_classes(config)),
+        model_config=model_config,
+        model_error=model_error,
         missing_files=tuple(sorted(_missing_files(verl))),
         ray_address=address,
-        logged_in=config.tracking.mode is not TrackingMode.online or _logged_in(),
+        login_error=login_error() if config.tracking.mode is TrackingMode.online else None,
     )
 
+
+WORKER_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 CLUSTER_PROBE = """
 import json, sys, ray
@@ -135,12 +145,11 @@ def cluster_nodes(address: str) -> tuple[tuple[Node, ...], str | None]:
     return tuple(Node(*node) for node in json.loads(found[-1].removeprefix("NODES "))), None
 
 
-def _logged_in() -> bool:
-    """Asks W&B for credentials in a process of its own: importing it takes seconds, and the run itself may not need
-    it here.
-    """
-    command = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else 1)"
-    return subprocess.run([sys.executable, "-c", command], capture_output=True, check=False).returncode == 0
+def login_error() -> str | None:
+    """Asks W&B in a process of its own, which takes seconds; returns what is wrong with the credentials."""
+    command = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else 'there are no credentials on this node')"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def _version(name: str) -> str | None:
@@ -150,12 +159,23 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _import_error(root: Path) -> str | None:
-    """Tries the import that Ray workers make, as they make it: from another folder, with PYTHONPATH alone."""
+IMPORT_PROBE = """
+import sys
+import experiments.verl_backend.merging
+from hydra.utils import get_object
+for name in sys.argv[1:]:
+    get_object(name)
+"""
+
+
+def import_error(python_path: str | None, classes: Sequence[str]) -> str | None:
+    """Makes the imports that Ray workers make, as they make them: from another folder, with their PYTHONPATH alone.
+    Returns what went wrong.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", "import experiments.verl_backend.merging"],
+        [sys.executable, "-c", IMPORT_PROBE, *classes],
         cwd="/",
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": python_path or ""},
         capture_output=True,
         text=True,
         check=False,
@@ -163,16 +183,39 @@ def _import_error(root: Path) -> str | None:
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
-def _model_config(path: str) -> Mapping[str, Any] | None:
+def strategy_classes(config: Config) -> list[str]:
+    """Returns the classes of the run's strategy and those that it scores, by their full names."""
+    shadows = strategy_nodes(config.shadow.strategies, "shadow.strategies").values() if config.shadow.every else []
+    return list(dict.fromkeys(node["_target_"] for node in [config.strategy, *shadows]))
+
+
+def model_facts(path: str | None) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Returns the config.json of a local checkpoint, or of a Hugging Face id in the local cache, and what is wrong with
+    it; neither for an id that is not there yet.
+    """
+    if path is None:
+        return None, "`model.checkpoint` is null: a Hugging Face folder or id expected"
     file = Path(path).expanduser() / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file() and HUB_ID.fullmatch(path) and not file.parent.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None, None
+        file = Path(cached)
+    if not file.is_file():
+        return (None, None) if "://" in path else (None, f"`model.checkpoint={path}`: there is no {file}")
+    try:
+        return json.loads(file.read_text(encoding="utf-8")), None
+    except json.JSONDecodeError as error:
+        return None, f"`model.checkpoint={path}`: {file} is no JSON: {error}"
 
 
 def _missing_files(verl: Any) -> Iterator[str]:
     for key in ("data.train_files", "data.val_files"):
         files = _get(verl, key)
         for file in [files] if isinstance(files, str) else list(files or []):
-            if not Path(file).expanduser().is_file():
+            if "://" not in file and not Path(file).expanduser().is_file():  # verl fetches what has a scheme
                 yield f"{key}={file}"
 
 
@@ -191,6 +234,13 @@ def checks(config: Config, verl: Any, mode: ReplayMode, facts: Facts) -> list[st
         *_model(config, facts),
         *_tracking(config, verl, facts),
     ]
+
+
+def unchecked(config: Config, facts: Facts) -> list[str]:
+    """Returns what cannot be known on this node, one line each."""
+    if facts.model_config is not None or facts.model_error is not None:
+        return []
+    return [f"not checked: the sizes of {config.model.checkpoint}, which is not on this node yet"]
 
 
 def _get(verl: Any, key: str) -> Any:
@@ -238,7 +288,7 @@ def _keys(config: Config, verl: Any, mode: ReplayMode) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def model_size(config: Config) -> ModelSize:
@@ -258,23 +308,34 @@ def model_size(config: Config) -> ModelSize:
 
 
 def layout(config: Config, verl: Any) -> Layout:
-    """Returns the parallel layout that verl's configuration describes."""
+    """Returns the parallel layout that verl's configuration describes.
+
+    Raises:
+        ConfigError: a size is no positive number.
+    """
     megatron, actor = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor"
     recompute = _get(verl, f"{megatron}.override_transformer_config.recompute_granularity")
+
+    def size(key: str) -> int:
+        value = _get(verl, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"`backend.verl.{key}` must be a positive number, not {_text(value)}")
+        return value
+
     return Layout(
-        train_gpus=_get(verl, "trainer.nnodes") * _get(verl, "trainer.n_gpus_per_node"),
-        rollout_gpus=_get(verl, "rollout.nnodes") * _get(verl, "rollout.n_gpus_per_node"),
-        tensor=_get(verl, f"{megatron}.tensor_model_parallel_size"),
-        pipeline=_get(verl, f"{megatron}.pipeline_model_parallel_size"),
-        context=_get(verl, f"{megatron}.context_parallel_size"),
-        expert=_get(verl, f"{megatron}.expert_model_parallel_size"),
-        expert_tensor=_get(verl, f"{megatron}.expert_tensor_parallel_size"),
-        rollout_tensor=_get(verl, "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+        train_gpus=size("trainer.nnodes") * size("trainer.n_gpus_per_node"),
+        rollout_gpus=size("rollout.nnodes") * size("rollout.n_gpus_per_node"),
+        tensor=size(f"{megatron}.tensor_model_parallel_size"),
+        pipeline=size(f"{megatron}.pipeline_model_parallel_size"),
+        context=size(f"{megatron}.context_parallel_size"),
+        expert=size(f"{megatron}.expert_model_parallel_size"),
+        expert_tensor=size(f"{megatron}.expert_tensor_parallel_size"),
+        rollout_tensor=size("actor_rollout_ref.rollout.tensor_model_parallel_size"),
         offload_optimizer=_get(verl, f"{megatron}.optimizer_offload"),
         offload_parameters=_get(verl, f"{megatron}.param_offload"),
-        micro_batch_tokens=_get(verl, f"{actor}.ppo_max_token_len_per_gpu"),
+        micro_batch_tokens=size(f"{actor}.ppo_max_token_len_per_gpu"),
         recompute=recompute == "full",
-        sequence_tokens=_get(verl, "data.max_prompt_length") + _get(verl, "data.max_response_length"),
+        sequence_tokens=size("data.max_prompt_length") + size("data.max_response_length"),
         memory_fraction=_get(verl, "actor_rollout_ref.rollout.gpu_memory_utilization"),
         gpu_gib=config.backend.gpu_gib,
     )
@@ -319,7 +380,10 @@ def _machine(verl: Any, facts: Facts) -> Iterator[str]:
     else:
         yield from _resources(verl, facts)
     if facts.import_error is not None:
-        yield f"Ray workers cannot import our packages from PYTHONPATH: {facts.import_error}"
+        yield (
+            f"Ray workers cannot import our packages and the strategies from PYTHONPATH: {facts.import_error}; a class "
+            "of your own must be in a folder of PYTHONPATH on every node, or installed there"
+        )
     for file in facts.missing_files:
         yield f"data: there is no file `backend.verl.{file}`"
 
@@ -348,9 +412,13 @@ def _resources(verl: Any, facts: Facts) -> Iterator[str]:
 
 
 def _model(config: Config, facts: Facts) -> Iterator[str]:
+    if facts.model_error is not None:
+        yield f"model: {facts.model_error}"
     came = facts.model_config
     if came is None:
         return
+    if "num_local_experts" in came:  # transformers 5 writes it so
+        came = {"num_experts": came["num_local_experts"], **came}
     if not came.get("num_experts"):
         yield f"model: {config.model.checkpoint} is no MoE (its config.json has no num_experts)"
         return
@@ -366,8 +434,8 @@ def _model(config: Config, facts: Facts) -> Iterator[str]:
 
 def _tracking(config: Config, verl: Any, facts: Facts) -> Iterator[str]:
     mode = config.tracking.mode.value
-    came = _get(verl, "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_MODE")
+    came = _get(verl, f"{WORKER_ENVIRONMENT}.WANDB_MODE")
     if came != mode:
-        yield f"W&B: WANDB_MODE={mode} expected in ray_kwargs.ray_init.runtime_env.env_vars, {came} came"
-    if not facts.logged_in:
-        yield "W&B: tracking=online, and there are no credentials on this node: `wandb login`, or tracking=offline"
+        yield f"W&B: WANDB_MODE={mode} expected in {WORKER_ENVIRONMENT}, {came} came"
+    if facts.login_error is not None:
+        yield f"W&B: tracking=online, and {facts.login_error}: `wandb login`, or tracking=offline"

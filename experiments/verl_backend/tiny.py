@@ -1,7 +1,7 @@
 """What `experiment=qwen3_moe_tiny_verl` trains: a random tiny Qwen3-MoE with a byte tokenizer, and spelling problems.
 
-`python -m experiments.verl_backend.tiny data/tiny` writes it, in the environment of the extra `verl`. It exercises the
-whole cluster back end on two GPUs within minutes; a random model learns nothing in that time.
+`python -m experiments.verl_backend.tiny data/tiny` writes it, in either environment. It exercises the whole cluster
+back end on two GPUs within minutes; a random model learns nothing in that time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import polars as pl
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -76,7 +76,7 @@ def save_problems(file: Path, count: int, seed: int) -> None:
         }
         for index, entry in enumerate(data)
     ]
-    pd.DataFrame(rows).to_parquet(file)
+    pl.DataFrame(rows).write_parquet(file)
 
 
 def write(folder: Path) -> None:

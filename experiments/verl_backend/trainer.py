@@ -27,6 +27,7 @@ from experiments.verl_backend.columns import token_column, token_table
 from experiments.verl_backend.cycle import CycleMetrics
 from experiments.verl_backend.loss import RANKS, TOKEN_FIELD, recording_loss
 from experiments.verl_backend.merging import FLAGS
+from experiments.verl_backend.rollouter import RESOURCES, RoutemergeRollouter
 from experiments.verl_backend.settings import TrainerSettings
 from experiments.verl_backend.shadow import Line, score_shadows
 from experiments.verl_backend.statistics import PREFIX, RatioStatistics, unpack
@@ -201,7 +202,7 @@ def gap_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> RatioStatist
 
 
 class RoutemergeRunner(Runner):
-    """verl's runner, which builds our trainer and hands it the recorder."""
+    """verl's runner, which builds our rollouter, and our trainer with the recorder."""
 
     def __init__(self, recorder: Any):
         super().__init__()
@@ -220,3 +221,16 @@ class RoutemergeRunner(Runner):
         )
         ray.get(trainer.init_workers.remote())
         self.components["trainer"] = trainer
+
+    def _create_rollouter(self, config: Any) -> None:
+        rollouter = ray.remote(**RESOURCES)(RoutemergeRollouter).remote(
+            config=config,
+            tokenizer=self.components["tokenizer"],
+            processor=self.components["processor"],
+            device_name=config.trainer.device,
+        )
+        if "hybrid_worker_group" in self.components:
+            ray.get(rollouter.set_hybrid_worker_group.remote(self.components["hybrid_worker_group"]))
+        ray.get(rollouter.init_workers.remote())
+        ray.get(rollouter.set_max_required_samples.remote())
+        self.components["rollouter"] = rollouter

@@ -45,6 +45,7 @@ def test_help_lists_the_groups():
         (["mode=score"], "`mode=score` needs `recording`"),
         (["mode=score", "recording=nowhere"], "nowhere: expected a run directory with rollouts/index.json, found none"),
         (["mode=score", "recording=nowhere", "strategy=exact"], "`strategy` has no meaning with mode=score"),
+        (["experiment=qwen3_30b_a3b", "backend.verl.trainer.nnods=2"], "is added with +: `+backend.verl"),
         (["-m", "mode=train,score"], "`mode=score` needs `recording`"),
         (["-m", "strategy=replace,exact", "algorithm.ratio_level=sequence"], "needs the whole response in one forward"),
     ],

@@ -36,3 +36,20 @@ def test_a_failed_job_starts_anew_one_with_a_checkpoint_goes_on_and_a_completed_
         assert run_sweep(sweep, work) == 1
     first = [(seed, "disable", False) for seed in range(3)]
     assert started == [*first, (0, "disable", False), (1, "auto", True)]
+
+
+def test_a_sweep_of_plans_prints_them_every_time(tmp_path: Path):
+    """What stood in the way may be mended in between."""
+    printed: list[int] = []
+
+    def work(node: DictConfig) -> int:
+        printed.append(node.seed)
+        return 0
+
+    register()
+    for _ in range(2):
+        jobs = ["experiment=qwen3_moe_tiny_verl", "seed=0,1", "dry_run=true", f"hydra.sweep.dir={tmp_path}"]
+        sweep = precheck(["-m", *jobs])
+        assert sweep is not None
+        assert run_sweep(sweep, work) == 0
+    assert printed == [0, 1, 0, 1]

@@ -1,16 +1,11 @@
-"""The cluster back end without verl: replay modes, merging, memory, preflight, plan, statistics."""
+"""The cluster back end without verl: replay modes, merging, statistics."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
-from experiments import check
-from experiments.check import ConfigError
 from experiments.metrics.metric import PERCENTILES
 from experiments.metrics.ratios import gap_metrics, ppo_metrics
 from experiments.metrics.registry import undeclared
@@ -19,38 +14,14 @@ from experiments.metrics.tokens import TokenTable
 from experiments.schema import AlgorithmConfig, RatioLevel
 from experiments.verl_backend.columns import token_column, token_table
 from experiments.verl_backend.cycle import CycleMetrics, sort_values
-from experiments.verl_backend.launch import Job, agent_loops, overrides, resumed_update, strategy_mode
 from experiments.verl_backend.merging import FLAGS, Answer, Merging, finish_of
-from experiments.verl_backend.plan import plan_text
-from experiments.verl_backend.preflight import TESTED, Facts, Node, checks, cluster_nodes
 from experiments.verl_backend.replay_mode import ReplayMode, UnsupportedStrategy, interrupted_rollout, replay_mode
-from experiments.verl_backend.resources import Layout, ModelSize, expected_memory
-from experiments.verl_backend.settings import TrainerSettings
 from experiments.verl_backend.sglang_rows import extract_routed_experts_from_meta_info
 from experiments.verl_backend.statistics import RatioStatistics, pack, unpack
 from strategies import Exact, Gated, LastSegment, Live, MaskStale, MergeError, Recompute, Replace, Shuffled, SliceConcat
 from strategies.checks import check_rollout
+from strategies.reply import ReplyError
 from strategies.types import EngineCall, ReplayView, Rollout
-from tests.conftest import ROOT, compose
-
-QWEN3_30B = ModelSize(48, 2048, 32, 4, 128, 768, 128, 8, 151936)
-GOOD = Facts((Node(16, 128),), None, TESTED, None, None, (), None)
-
-
-def job(*arguments: str, folder: Path = Path("run")) -> Job:
-    node = compose("experiment=qwen3_30b_a3b", *arguments)
-    config = check.load(node)
-    check.check(config, check.build_strategies(config)[0])
-    name = next((a.split("=")[1] for a in arguments if a.startswith("strategy=")), "replace")
-    return Job(config, node, name, folder, "python run.py")
-
-
-def failures(of: Job, facts: Facts = GOOD, **changed: Any) -> list[str]:
-    mode = strategy_mode(of.config)
-    verl = OmegaConf.create(overrides(of, mode))
-    for key, value in changed.items():
-        OmegaConf.update(verl, key.replace("__", "."), value)
-    return checks(of.config, verl, mode, facts)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +87,77 @@ def test_only_live_rows_that_the_trainer_can_leave_live_pass():
     assert (merged.rows == -1).any()
 
 
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """slice_concat, with its view spoiled."""
+
+    spoil: Any
+    single_view: ClassVar[bool] = True
+
+    def __call__(self, rollout: Rollout) -> list[ReplayView]:
+        (view,) = SliceConcat()(rollout)
+        return [self.spoil(view)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda v: ReplayView(v.rows[:-2], v.loss_mask), r"shape \(6, 2, 2\) expected, int8 of \(4, 2, 2\) came"),
+        (lambda v: ReplayView(v.rows[:, :1], v.loss_mask), r"of \(6, 1, 2\) came"),
+        (lambda v: ReplayView(v.rows.astype(np.float32), v.loss_mask), "float32"),
+        (lambda v: ReplayView(v.rows + np.int32(40000), v.loss_mask), r"0\.\.15, or -1, expected, 40001\.\.40002 came"),
+        (lambda v: ReplayView(v.rows - np.int8(5), v.loss_mask), r"-4\.\.-3 came"),
+        (lambda v: ReplayView(v.rows, np.ones_like(v.loss_mask)), r"put it on token 0 \(3 such tokens\)"),
+    ],
+    ids=["short", "a layer short", "float", "beyond 16 bits", "negative", "loss on the prompt"],
+)
+@pytest.mark.parametrize("policy", ["raise", "drop", "live"])
+def test_a_view_that_verl_would_fill_or_cut_is_an_error(spoil: Any, text: str, policy: Any):
+    """verl's worker puts zeros where rows are short: the trainer would replay expert 0."""
+    rule = merging(strategy=Broken(spoil), on_missing_rows=policy, live_rows=True)
+    calls = [rule.record(answer(3, 2, 4), "r.0", {}), rule.record(answer(5, 2, 6, "stop"), "r.1", {})]
+    with pytest.raises(MergeError, match=f"rollout r: .*{text}"):
+        rule.merge("r", [0, 1, 2], [3, 4, 5, 6], calls, {})
+
+
+def test_an_error_of_a_users_class_names_trajectory_and_class():
+    def spoil(view: ReplayView) -> ReplayView:
+        raise KeyError("layer")
+
+    for policy in ("raise", "drop"):
+        rule = merging(strategy=Broken(spoil), on_missing_rows=policy)
+        with pytest.raises(RuntimeError, match="rollout r, strategy Broken: KeyError: 'layer'"):
+            rule.merge("r", [0, 1, 2], [3, 4], [rule.record(answer(3, 2, 4, "stop"), "r.0", {})], {})
+
+
 def test_a_strategy_of_several_views_is_an_error_at_the_trajectory_too():
     rows = [np.full((count, 2, 2), 1) + np.arange(2) for count in (4, 6)]
     first = merging().record(Answer(3, [3, 4], [-1.0] * 2, rows[0], 0, "abort"), "r.0", {})
     last = merging().record(Answer(5, [5, 6], [-1.0] * 2, rows[1] + 1, 1, "stop"), "r.1", {})
     with pytest.raises(MergeError, match="one view of 7 tokens expected"):
         merging(strategy=Exact()).merge("r", [0, 1, 2], [3, 4, 5, 6], [first, last], {})
+
+
+@pytest.mark.parametrize("fault", ["no rows", "a row short"])
+def test_missing_rows_are_an_error_or_dropped_or_live_and_counted(fault: str):
+    """F1, F2, F4; tests/verl/test_client.py has them behind verl's client."""
+    rows = None if fault == "no rows" else 3
+    for policy in ("raise", "drop", "live"):
+        rule, flags = merging(on_missing_rows=policy, live_rows=True), {}
+
+        def merged(rule: Merging = rule, flags: dict[str, int] = flags) -> Any:
+            calls = [rule.record(answer(3, 2, rows), "r.0", flags), rule.record(answer(5, 2, 6, "stop"), "r.1", flags)]
+            return rule.merge("r", [0, 1, 2], [3, 4, 5, 6], calls, flags)
+
+        if policy == "raise":
+            with pytest.raises((MergeError, ReplyError), match=r"request r\.0"):
+                merged()
+            continue
+        came = merged()
+        assert (came.rows == -1).all()
+        assert came.response_mask.tolist() == [policy == "live"] * 4
+        refused = {"rows_refused": 1} if fault == "a row short" else {}
+        assert dict(came.flags) == {"rows_missing": 1, "dropped" if policy == "drop" else "live": 1, **refused}
 
 
 def test_a_trajectory_without_a_generated_token_carries_no_loss_and_no_usable_row():
@@ -154,167 +190,6 @@ def test_stop_reasons_of_both_engines_are_understood():
 
 def test_the_payload_of_a_queue_abort_is_empty():
     assert extract_routed_experts_from_meta_info({"meta_info": {}}).shape == (0,)
-
-
-def test_memory_of_qwen3_30b_by_hand():
-    """30.5 G parameters; an eighth of the experts and all of the rest on a GPU; KV of 4 heads of 128, 48 layers."""
-    assert pytest.approx(30.53e9, rel=1e-3) == QWEN3_30B.parameters
-    assert QWEN3_30B.row_bytes == 768
-    assert QWEN3_30B.kv_bytes == 2 * 2 * 48 * 4 * 128
-    layout = Layout(8, 8, 1, 1, 1, 8, 1, 4, True, True, 20480, True, 18432, 0.8, 80)
-    memory = expected_memory(QWEN3_30B, layout)
-    on_a_gpu = QWEN3_30B.expert_parameters / 8 + QWEN3_30B.layer_parameters + QWEN3_30B.embedding_parameters
-    assert memory.parameters == pytest.approx(2 * on_a_gpu / 2**30)
-    assert memory.gradients == pytest.approx(2 * memory.parameters)
-    assert memory.optimizer == 0
-    kept = dataclasses.replace(layout, offload_optimizer=False)
-    assert expected_memory(QWEN3_30B, kept).training == pytest.approx(memory.training + memory.host_optimizer)
-    assert memory.batch_rows_per_trajectory == pytest.approx(13.5)
-    assert memory.kv_tokens == int((64 - memory.rollout_weights) * 2**30 // (QWEN3_30B.kv_bytes / 4))
-
-
-def test_the_preset_passes_the_preflight_of_a_fitting_machine():
-    assert failures(job("strategy=slice_concat")) == []
-
-
-def test_the_preflight_lists_all_failures_at_once():
-    versions = TESTED | {"sglang": "0.5.9", "verl": None}
-    facts = Facts((Node(0, 4),), None, versions, "no module", {"hidden_size": 1}, ("f",), None, logged_in=False)
-    of = job(
-        "strategy=slice_concat",
-        "backend.verl.trainer.n_gpus_per_node=6",
-        "backend.verl.actor_rollout_ref.rollout.calculate_log_probs=false",
-        "backend.verl.actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
-    )
-    text = "\n".join(failures(of, facts, ray_kwargs__ray_init__runtime_env__env_vars__WANDB_MODE=None))
-    for part in (
-        "verl 0.9.1 expected, it is not installed",
-        "sglang 0.5.12 expected (the tested version), 0.5.9",
-        "calculate_log_probs` must be true, not false",
-        "expert x expert-tensor x pipeline parallel size 8 must divide the 6 training GPUs",
-        "GPUs: 14 expected (nodes x GPUs: trainer 1 x 6, rollout 1 x 8), this machine has 0 by node",
-        "CPUs: 58 expected for verl's actors and pools, which wait for ever without, this machine has 4",
-        "cannot import our packages",
-        "there is no file",
-        "is no MoE",
-        "WANDB_MODE=offline expected",
-        "no credentials on this node",
-        "below the longest sequence",
-    ):
-        assert part in text
-
-
-def test_the_nodes_of_a_cluster_are_counted_not_the_one_that_asks():
-    head = Node(0, 8)
-    fits = dataclasses.replace(GOOD, nodes=(head, Node(8, 64), Node(8, 64)), ray_address="head:6379")
-    assert failures(job(), fits) == []
-    (failure,) = failures(job(), dataclasses.replace(fits, nodes=(head, Node(8, 128), Node(4, 64), Node(4, 64))))
-    assert "the cluster at head:6379 has 0, 8, 4, 4 by node" in failure
-    (failure,) = failures(job(), dataclasses.replace(fits, nodes=(), cluster_error="Connection refused"))
-    assert failure == "RAY_ADDRESS=head:6379: no Ray cluster answers: Connection refused"
-
-
-def test_a_cluster_that_cannot_be_asked_is_a_reason_and_no_traceback():
-    nodes, error = cluster_nodes("127.0.0.1:1")  # in this environment Ray is missing, in the other nobody listens
-    assert nodes == ()
-    assert error
-
-
-def test_replay_keys_that_disagree_with_the_strategy_are_found():
-    keys = {
-        "actor_rollout_ref__rollout__enable_rollout_routing_replay": False,
-        "actor_rollout_ref__actor__megatron__router_replay__mode": "disabled",
-        "actor_rollout_ref__actor__policy_loss__loss_mode": "vanilla",
-    }
-    assert len(failures(job("strategy=slice_concat"), **keys)) == 3
-
-
-def test_a_checkpoint_of_another_size_is_found():
-    facts = dataclasses.replace(GOOD, model_config={"num_experts": 64, "num_hidden_layers": 48})
-    assert failures(job(), facts) == ["model: `num_experts` is 64 in its config.json, 128 in conf/"]
-
-
-def test_r2_needs_decoupled_mode_in_verl():
-    assert "algorithm.old_log_prob=decoupled" in failures(job("strategy=recompute"))[0]
-    assert failures(job("strategy=recompute", "algorithm.old_log_prob=decoupled")) == []
-
-
-def test_a_sequence_level_ratio_is_not_silently_ignored():
-    assert "are of level token" in failures(job("algorithm.ratio_level=sequence"))[0]
-
-
-def test_exact_is_refused_and_offered_as_a_shadow():
-    with pytest.raises(ConfigError, match="Score it as a shadow instead"):
-        strategy_mode(job("strategy=exact").config)
-
-
-def test_live_rows_are_switched_on_by_what_needs_them():
-    assert not strategy_mode(job("strategy=replace").config).live_rows
-    needing = (["strategy=last_segment"], ["backend.on_missing_rows=live"])
-    for arguments in (*needing, ["shadow.every=5", "shadow.strategies=[live]"]):
-        assert strategy_mode(job(*arguments).config).live_rows
-    with pytest.raises(ConfigError, match="live_rows=false"):
-        strategy_mode(job("strategy=last_segment", "backend.live_rows=false").config)
-
-
-def test_the_bypass_switch_and_the_libraries_are_set_at_launch(tmp_path: Path):
-    of = job("strategy=last_segment", folder=tmp_path)
-    values = overrides(of, strategy_mode(of.config))
-    actor = values["actor_rollout_ref"]["actor"]
-    assert actor["policy_loss"]["loss_mode"] == "bypass_mode"
-    assert actor["policy_loss"]["rollout_correction"]["rollout_is"] is None
-    assert (actor["ppo_mini_batch_size"], values["rollout"]["total_rollout_steps"]) == (32, 200 * 32)
-    assert values["actor_rollout_ref"]["model"]["external_lib"] == [
-        "experiments.verl_backend.sglang_rows",
-        "experiments.verl_backend.live_rows",
-    ]
-    environment = values["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]
-    assert environment["WANDB_MODE"] == "offline"
-    assert environment["PYTHONPATH"].startswith(str(ROOT))
-
-
-def test_the_agent_loop_file_builds_the_runs_merging():
-    of = job("strategy=gated", "strategy.max_lag=null", "shadow.every=5", "shadow.strategies=[replace]")
-    loops = agent_loops(of.config, strategy_mode(of.config))
-    assert [loop.name for loop in loops] == ["single_turn_agent", "tool_agent"]
-    built = instantiate(loops[0].merging)
-    assert built.strategy == Gated(max_lag=None, max_churn=0.5)
-    assert (built.num_layers, built.top_k, built.num_experts) == (48, 8, 128)
-    assert (built.in_trainer, built.keeps_rows) == (False, True)
-
-
-def test_the_trainer_reads_its_settings_from_verls_configuration():
-    of = job("strategy=gated", "shadow.every=5", "shadow.strategies=[replace]")
-    settings = TrainerSettings.of(OmegaConf.create(overrides(of, strategy_mode(of.config))["routemerge"]))
-    assert settings.merging.strategy == Gated(max_lag=2, max_churn=0.5)
-    assert settings.merging.in_trainer
-    assert settings.algorithm == of.config.algorithm
-    assert (settings.shadow.own, dict(settings.shadow.strategies)) == ("gated", {"replace": Replace()})
-    assert [update for update in range(1, 12) if settings.shadow_due(update)] == [1, 6, 11]
-
-
-def test_a_run_that_verl_continues_keeps_its_record(tmp_path: Path):
-    of = job("backend.verl.trainer.resume_mode=auto", folder=tmp_path)
-    verl = OmegaConf.create(overrides(of, strategy_mode(of.config)))
-    assert resumed_update(of, verl) is None
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("20")
-    assert resumed_update(of, verl) == 80  # a sync every four updates
-
-
-def test_the_plan_names_strategy_resources_memory_failures_and_values():
-    of = job("strategy=slice_concat")
-    mode = strategy_mode(of.config)
-    text = plan_text(of.config, "slice_concat", mode, overrides(of, mode), None, ["one thing"])
-    for part in (
-        "strategies.SliceConcat",
-        "8 GPUs train",
-        "2 engines of 4",
-        "30.53 G",
-        "FAIL one thing",
-        "bypass_mode",
-    ):
-        assert part in text
 
 
 ALGORITHM = AlgorithmConfig(

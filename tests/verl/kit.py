@@ -32,7 +32,9 @@ def rows_of(count: int, version: int) -> np.ndarray:
 
 @dataclass
 class Reply:
-    """One scripted answer: `n` tokens under `version`; `extra` rows more (or less) than s + n - 1; None: no rows."""
+    """One scripted answer: `n` tokens under `version`; `extra` rows more (or less) than s + n - 1; None: no rows.
+    `unscored`: the index of a token whose log-prob is NaN.
+    """
 
     n: int
     version: int
@@ -41,6 +43,7 @@ class Reply:
     log_probs: bool = True
     read_only: bool = False
     first_id: int | None = None
+    unscored: int | None = None
 
 
 class Remote:
@@ -64,9 +67,10 @@ class Server:
             rows[0, 0, 0] = reply.first_id
         if rows is not None and reply.read_only:
             rows.setflags(write=False)
+        scores = [float("nan") if index == reply.unscored else -1.0 for index in range(reply.n)]
         return TokenOutput(
             token_ids=list(range(len(prompt_ids), total)),
-            log_probs=[-1.0] * reply.n if reply.log_probs else None,
+            log_probs=scores if reply.log_probs else None,
             routed_experts=rows,
             stop_reason=reply.finish,
             extra_fields={"global_steps": reply.version},

@@ -167,6 +167,25 @@ def test_f14_a_group_with_missing_rows_is_whole_in_ours_and_broken_upstream():
     assert [len(part) for part in jagged.unbind()] == [12, 12]
 
 
+def test_f14_a_member_without_a_token_keeps_its_group_whole():
+    """verl's loops give it no log-probs at all, and a group's first member decides whether there is a column."""
+    scripts = [[Reply(0, 0, "stop", extra=None)], [Reply(3, 0), Reply(4, 1, "stop")]]
+    w = worker()
+    for order in (scripts, scripts[::-1]):
+        batch = w._postprocess([processed(w, merged_output(script, merging())) for script in order])
+        assert batch.batch["rollout_log_probs"].shape == (2, 12)
+        assert batch.batch["routed_experts"].shape == (2, 20, 2, 2)
+        assert sorted(batch.batch["response_mask"].sum(dim=1).tolist()) == [0, 7]
+
+
+def test_a_token_without_a_log_prob_carries_no_loss_and_leaves_no_nan():
+    output = merged_output([Reply(3, 0, unscored=1), Reply(4, 1, "stop")], merging())
+    assert output.response_mask == [1, 0, 1, 1, 1, 1, 1]
+    assert output.response_logprobs == [-1.0, 0.0, *[-1.0] * 5]
+    assert np.isnan(output.extra_fields[ROLLOUT_FIELD].log_probs()[PROMPT + 1])
+    assert dict(zip(FLAGS, output.extra_fields[FLAGS_FIELD], strict=True))["log_prob_missing"] == 1
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_calls_travel_with_the_trajectory(keeps: bool):
     output = merged_output([Reply(3, 0), Reply(4, 1, "stop")], merging(keeps_rows=keeps))

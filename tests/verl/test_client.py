@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.verl_backend.client import RecordingClient
 from experiments.verl_backend.merging import Merged, Merging
@@ -87,11 +88,15 @@ def test_f5_naive_concatenation_happens_only_when_it_is_asked_for():
 
 
 def test_f8_an_expert_id_beyond_the_model_is_refused():
+    theirs = generate(upstream_client([Reply(3, 0, "stop", first_id=40000)])).routed_experts
+    assert torch.from_numpy(theirs).to(torch.int16)[0, 0, 0] == -25536  # upstream: verl's worker, silently
     with pytest.raises(ReplyError, match="40000"):
         ours([Reply(3, 0, "stop", first_id=40000)], merging())
 
 
 def test_f9_missing_log_probs_are_refused():
+    theirs = generate(upstream_client([Reply(3, 0, log_probs=False), Reply(2, 1, "stop")]))
+    assert (len(theirs.token_ids), len(theirs.log_probs)) == (5, 2)  # upstream: silently
     with pytest.raises(ReplyError, match="3 log-probs expected, none came"):
         ours([Reply(3, 0, log_probs=False), Reply(2, 1, "stop")], merging())
 

@@ -12,7 +12,8 @@ from experiments.verl_backend.launch import ABSENT_IN_VERLS_YAML, Job, overrides
 from experiments.verl_backend.preflight import TESTED, _version
 from tests.conftest import CONF, compose
 
-PRESETS = [path.stem for path in sorted((CONF / "experiment").glob("*.yaml")) if "/backend: verl" in path.read_text()]
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+PRESETS = [name for name in EXPERIMENTS if compose(f"experiment={name}").backend.name == "verl"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

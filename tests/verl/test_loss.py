@@ -1,6 +1,7 @@
-"""Our loss beside verl's own, verl's reduction of metrics, and parity of our PPO with verl's."""
+"""Our loss beside verl's own, and verl's reduction of metrics."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,23 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
-from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric
 from verl.workers.config import ActorConfig
 from verl.workers.utils import losses
 
-from experiments import ppo
+from experiments import check
 from experiments.metrics import ratio_keys as m
 from experiments.metrics.accumulate import LogRatioAccumulator
 from experiments.schema import AlgorithmConfig, RatioLevel
-from experiments.trainers.base import TokenBatch
 from experiments.verl_backend import loss as ours
 from experiments.verl_backend.columns import BITS
+from experiments.verl_backend.compose import lay_over, verl_defaults
+from experiments.verl_backend.launch import ABSENT_IN_VERLS_YAML, Job, overrides, strategy_mode
 from experiments.verl_backend.statistics import PREFIX
 from experiments.verl_backend.trainer import mini_steps
+from tests.conftest import compose
 
 CAP, ROWS, WIDTH = 2.0, 8, 64
 ALGORITHM = AlgorithmConfig(
@@ -46,8 +50,19 @@ def actor_config() -> ActorConfig:
     return ActorConfig(strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2)
 
 
-def run_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: int) -> dict[str, Any]:
+def bypass_config() -> ActorConfig:
+    """Returns what the actor workers get in a run: bypass mode."""
+    node = compose("experiment=qwen3_30b_a3b", "strategy=slice_concat")
+    config = check.load(node)
+    values = overrides(Job(config, node, "slice_concat", Path("run"), "python run.py"), strategy_mode(config))
+    return omega_conf_to_dataclass(lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML).actor_rollout_ref.actor)
+
+
+def run_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: int, config: Any = None
+) -> dict[str, Any]:
     """Returns the mini-step's metrics as verl reduces them: per rank over micro-batches, then over ranks."""
+    config = config or actor_config()
     monkeypatch.setattr(losses, "no_padding_2_padding", lambda values, data: values)
     monkeypatch.setattr(ours, "no_padding_2_padding", lambda values, data: values)
     now, old, advantages, mask, lags = batch()
@@ -72,7 +87,7 @@ def run_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], ranks: 
                 "global_batch_size": ROWS,
             }.items():
                 data.set_non_tensor(key, value)
-            loss = partial(ours.recording_loss, config=actor_config(), algorithm=ALGORITHM)
+            loss = partial(ours.recording_loss, config=config, algorithm=ALGORITHM)
             _, metrics = loss(model_output={"log_probs": now[rows]}, data=data)
             for key, value in metrics.items():
                 if isinstance(value, Metric):
@@ -126,23 +141,6 @@ def test_verls_own_average_is_wrong_for_what_is_not_linear(monkeypatch: pytest.M
     assert averaged > true + 0.05
 
 
-def test_our_clipped_loss_and_gap_statistics_are_verls():
-    now, old, advantages, mask, _ = batch()
-    theirs, metrics = compute_policy_loss_vanilla(
-        old_log_prob=old, log_prob=now, advantages=advantages, response_mask=mask, config=actor_config()
-    )
-    x = now[mask] - old[mask]
-    assert float(theirs) == pytest.approx(our_loss(now[mask], old[mask], advantages[mask]), abs=1e-6)
-    rows = torch.arange(ROWS)[:, None].expand_as(mask)[mask].numpy()
-    acc = LogRatioAccumulator.of(x.double().numpy(), rows, CAP)
-    assert acc.ppo_metrics()["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], abs=1e-6)
-    keep = mask.any(dim=1)
-    corr = compute_offpolicy_metrics(old_log_prob=now[keep], rollout_log_prob=old[keep], response_mask=mask[keep])
-    gap = acc.gap_metrics()
-    for key in ("kl", "k3_kl", "chi2_token"):
-        assert gap[f"rollout_corr/{key}"] == pytest.approx(float(corr[key]), rel=1e-4, abs=1e-6)
-
-
 def test_a_dropped_trajectory_leaves_verls_bypass_loss_finite():
     now, old, advantages, mask, _ = batch()
     correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
@@ -160,8 +158,61 @@ def test_a_dropped_trajectory_leaves_verls_bypass_loss_finite():
     assert "rollout_corr/kl" in metrics
 
 
-def our_loss(now: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> float:
-    settings = OmegaConf.create({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
-    ones = torch.ones_like(now)
-    batch = TokenBatch(now, None, old, advantages, ones, None, torch.zeros_like(now, dtype=torch.int64))
-    return float(ppo.token_level_loss(batch, settings).mean())  # pyright: ignore[reportArgumentType]
+def test_a_micro_batch_of_dropped_trajectories_only_has_no_loss_and_the_same_metrics(monkeypatch: pytest.MonkeyPatch):
+    """verl's bypass loss refuses it, though long trajectories often have a micro-batch of their own."""
+    now, old, advantages, mask, _ = batch()
+    with pytest.raises(ValueError, match="at least one valid token"):
+        compute_policy_loss_bypass_mode(old[3:4], now[3:4], advantages[3:4], mask[3:4], config=bypass_config())
+    whole = run_micro_batches(monkeypatch, [ROWS], 1, bypass_config())
+    parts = run_micro_batches(monkeypatch, [1] * ROWS, 1, bypass_config())
+    halves = run_micro_batches(monkeypatch, [1] * (ROWS // 2), 2, bypass_config())
+    assert whole.keys() == parts.keys() == halves.keys()
+    assert "rollout_corr/kl" in whole
+    for key in ("actor/pg_loss", f"{PREFIX}ratios/n"):
+        assert parts[key] == pytest.approx(whole[key], abs=1e-6)
+
+
+def loss_of(mask: torch.Tensor, old: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the loss of a micro-batch of one trajectory and the log-probs that it is of."""
+    now, _, advantages, _, lags = batch()
+    leaf = now[3:4].clone().requires_grad_()
+    fields = {"response_mask": mask, "old_log_probs": old, "rollout_log_probs": old, "advantages": advantages[3:4]}
+    data = TensorDict({**fields, ours.TOKEN_FIELD: lags[3:4] + 1 | 1 << 2 * BITS}, batch_size=[1])
+    for key, value in {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": ROWS}.items():
+        data.set_non_tensor(key, value)
+    loss, _ = ours.recording_loss(bypass_config(), {"log_probs": leaf}, data, algorithm=ALGORITHM)
+    return loss, leaf
+
+
+def test_a_dropped_trajectory_alone_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch):
+    for module in (losses, ours):
+        monkeypatch.setattr(module, "no_padding_2_padding", lambda values, data: values)
+    _, old, _, mask, _ = batch()
+    loss, leaf = loss_of(mask[3:4], old[3:4], tokens=50)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_a_mini_batch_without_a_token_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """verl would divide by its number of tokens: NaN weights."""
+    _, old, _, mask, _ = batch()
+    with pytest.raises(RuntimeError, match="all of its trajectories were dropped"):
+        loss_of(mask[3:4], old[3:4], tokens=0)
+
+
+def test_why_a_missing_log_prob_must_be_a_number_where_the_mask_is_zero():
+    """In decoupled mode verl's importance weight there is NaN, and so is the gradient (agent_loops.apply_merged)."""
+    now, old, advantages, mask, _ = batch()
+    mask[0, 2], gradients = False, []
+    for value in (float("nan"), 0.0):
+        engine = old.clone()
+        engine[0, 2] = value
+        weights, _ = compute_rollout_correction_weights(old - engine, mask, "token", CAP)
+        leaf = now.clone().requires_grad_()
+        loss, _ = compute_policy_loss_vanilla(
+            old, leaf, advantages, mask, config=actor_config(), rollout_is_weights=weights
+        )
+        loss.backward()
+        gradients.append(bool(torch.isfinite(leaf.grad).all()))
+    assert gradients == [False, True]
