@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,6 @@ def _run_directory(folder: Path) -> Found | Unusable:
         "old_log_prob",
         "command",
     )
-    host = {f"host.{key}": value for key, value in (summary.get("host") or {}).items()}
-    commit = {key: summary.get(key) for key in ("git_sha", "git_dirty")}
     return Found(
         where=str(folder),
         source="directory",
@@ -144,10 +142,17 @@ def _run_directory(folder: Path) -> Found | Unusable:
         wandb_id=summary.get("wandb_run_id") or "",
         config=config,
         facts={key: summary.get(key) for key in facts},
-        versions={**(summary.get("versions") or {}), **commit, **host},
+        versions=provenance(summary),
         read=lambda keys: _history(folder, summary.get("metrics") or {}, keys),
         segments=lambda: _segments(folder / "merge_errors.jsonl"),
     )
+
+
+def provenance(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns packages, commit and host in one mapping, from their parts in `facts`; empty where there is none."""
+    packages, host = ({} if not isinstance(part, dict) else part for part in map(facts.get, ("versions", "host")))
+    commit = {key: facts[key] for key in ("git_sha", "git_dirty") if key in facts}
+    return {**packages, **commit, **{f"host.{key}": value for key, value in host.items()}}
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -149,12 +149,20 @@ def _draw(chart: Chart, numbers: pd.DataFrame, looks: dict, evidence: Evidence) 
 
 
 def _alike(evidence: Evidence) -> list[str]:
-    """Returns that the arms differ in their strategy alone, where configurations are known and that is so."""
-    if not evidence.runs.configs or len(evidence.result.arms) < 2 or not evidence.result.differences.empty:
-        return []
-    return [
-        "Seed by seed, the arms differ in their strategy only: every other setting, version and commit is the same."
-    ]
+    """Returns that the arms differ in their strategy alone, where configurations are known and that is so, and of how
+    many runs versions are not known.
+    """
+    runs, result = evidence.runs, evidence.result
+    unknown = sum(not runs.versions.get(str(run)) for run in runs.runs.index)
+    notes = []
+    if runs.configs and len(result.arms) > 1 and result.differences.empty:
+        same = "every other setting is the same" if unknown else "every other setting, version and commit is the same"
+        notes.append(f"Seed by seed, the arms differ in their strategy only: {same}.")
+    if unknown:
+        notes.append(
+            f"Versions and commit of {unknown} of {len(runs.runs)} runs are not known: their source lacks them."
+        )
+    return notes
 
 
 def _uneven(evidence: Evidence) -> list[str]:

@@ -75,7 +75,7 @@ def arms(runs: Runs, result: StudyResult) -> Table:
         other = "; ".join(f"{_ranges(seeds)} {state}" for state, seeds in rest)
         facts = runs.runs[runs.runs["strategy"] == arm]
         rows.append([arm, _ranges(whole), other or "none", str(len(whole)), _span(facts["steps"], 0),
-                     _span(facts["seconds"] / 60, 1)])  # fmt: skip
+                     _span(pd.to_numeric(facts["seconds"], errors="coerce") / 60, 1)])  # fmt: skip
     columns = ["arm", "complete seeds", "other seeds", "n", "updates", "minutes a run"]
     return Table("arms", "What was compared", columns, rows, text=("arm", "complete seeds", "other seeds"))
 
