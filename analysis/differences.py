@@ -38,8 +38,9 @@ def differences(runs: Runs, arms: Sequence[str]) -> pd.DataFrame:
     for _, group in chosen.groupby("seed"):
         own = {str(run): str(arm) for run, arm in group["strategy"].items()}
         for key in {key for run in own for key in facts[run]}:
-            values = {run: facts[run].get(key, "not set") for run in own}
-            if len(set(values.values())) > 1 and len(set(own.values())) > 1:
+            known = [run for run in own if key[0] == "configuration" or runs.versions.get(run)]
+            values = {run: facts[run].get(key, "not set") for run in known}
+            if len(set(values.values())) > 1 and len({own[run] for run in known}) > 1:
                 for run, value in values.items():
                     seen = by_key.setdefault(key, {}).setdefault(own[run], [])
                     if value not in seen:

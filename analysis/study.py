@@ -15,7 +15,7 @@ from analysis.compare import CONFIRMATORY_SEEDS, LEVEL, MIN_SEEDS, RESAMPLES, Pa
 from analysis.differences import differences
 from analysis.plan import ALPHA, CRITERIA, Plan
 from analysis.runs import Runs
-from analysis.scalars import scalars
+from analysis.scalars import SCALAR_COLUMNS, scalars
 from analysis.study_tables import Key
 from analysis.verdict import Verdict, family_warning, interval_warning, verdicts
 
@@ -136,7 +136,7 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
         seeds=seeds,
         completeness=completeness,
         excluded=runs.excluded,
-        per_run=pd.concat(values.values(), ignore_index=True) if values else pd.DataFrame(),
+        per_run=pd.concat(values.values(), ignore_index=True) if values else pd.DataFrame(columns=SCALAR_COLUMNS),
         summary=tables.summary(values, arms),
         primary=tables.comparisons(declared).assign(
             p_holm=[each.p_holm for each in decided], outcome=[each.outcome for each in decided]

@@ -94,7 +94,7 @@ def _seeds(runs: Runs) -> pd.DataFrame | Absent:
 def _paired(evidence: Evidence) -> pd.DataFrame | Absent:
     names = _compared(evidence)
     frame = evidence.result.per_run
-    frame = frame.assign(scalar=frame["reduce"] + " " + frame["metric"]) if names else frame.assign(scalar="")
+    frame = frame.assign(scalar=frame["reduce"] + " " + frame["metric"])
     frame = frame.loc[frame["scalar"].isin(names), ["scalar", "strategy", "seed", "value"]].dropna()
     frame = frame.astype({"strategy": str}).reset_index(drop=True)
     return _without_values(names) if frame.empty else frame
@@ -154,7 +154,7 @@ def _churn(runs: Runs) -> pd.DataFrame | Absent:
 
 def _merge_errors(runs: Runs, by: Callable[..., pd.DataFrame | Absent]) -> pd.DataFrame | Absent:
     if runs.segments.empty:
-        return Absent("no merge errors by segment (merge_errors.jsonl) in the source; run with shadow scoring")
+        return Absent("no merge errors by segment: shadow scoring writes merge_errors.jsonl, of which W&B has no copy")
     frame = by(runs.segments, cluster=_cluster(runs.segments))
     return frame if isinstance(frame, Absent) else frame.rename(columns={"rollouts": _unit(runs.segments)})
 

@@ -211,7 +211,7 @@ def _panels(
     height = 1.45 * rows + 0.25 * (rows - 1) + TITLE + 0.2 + _BELOW
     figure = Figure(figsize=(WIDTH, height))
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    figure.subplots_adjust(left=0.15, right=0.985, bottom=_BELOW / height, top=1 - (TITLE + 0.2) / height,
+    figure.subplots_adjust(left=0.17, right=0.985, bottom=_BELOW / height, top=1 - (TITLE + 0.2) / height,
                            hspace=0.25, wspace=0.08)  # fmt: skip
     figure.suptitle(title, x=0.012, y=1 - 0.07 / height, ha="left", va="top", fontsize=10.5)
     for axes in grid.flat[len(present) :]:

@@ -252,10 +252,12 @@ def _differences(result: StudyResult) -> Table:
 
 
 def versions(runs: Runs) -> Table:
-    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs."""
+    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs, and
+    a package that no run had is left out.
+    """
     seen: dict[str, dict[str, int]] = {}
     for facts in runs.versions.values():
-        for key, value in _flat(facts):
+        for key, value in _flat({key: value for key, value in facts.items() if value is not None}):
             values = seen.setdefault(key, {})
             values[value] = values.get(value, 0) + 1
     rows = [[key, _values(values, len(runs.versions))] for key, values in seen.items()]

@@ -107,6 +107,14 @@ def test_the_page_needs_nothing_but_itself(out: Path, page: Page) -> None:
     assert [link for link in local if link and not link.startswith("#") and not (out / link).is_file()] == []
 
 
+def test_no_line_ends_inside_a_number(out: Path) -> None:
+    text = (out / "report.html").read_text(encoding="utf-8")
+    verdict = re.search(r'<p class="verdict">(.*?)</p>', text, re.DOTALL)
+    assert verdict is not None
+    assert re.search(r'<span class="unbroken">-?[\d.]+e-\d+</span>', verdict[1])
+    assert "e-" not in re.sub(r"<span.*?</span>", "", verdict[1])
+
+
 def test_ids_are_unique_and_references_hold(page: Page, out: Path) -> None:
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -137,6 +145,7 @@ def test_an_arm_that_differs_in_more_than_its_strategy_is_flagged_before_any_res
     warning = page.text[: page.text.index("What was compared", page.text.index("Read this first"))]
     assert "trainer.learning_rate" in warning
     assert "What the arms differ in beside their strategy" in page.text
+    assert "sglang None" not in page.text
 
 
 def test_a_compared_metric_without_a_value_says_why(study_folder: Path) -> None:
