@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def varying(runs: Runs, arms: Sequence[str]) -> list[str]:
 
 def _facts(runs: Runs, run: str) -> dict[tuple[str, str], str]:
     configuration = {
-        ("configuration", key): repr(value)
+        ("configuration", key): _text(value)
         for key, value in runs.configs.get(run, {}).items()
         if not any(key == name or key.startswith(f"{name}.") for name in _NOT_COMPARED)
     }
@@ -72,6 +73,11 @@ def _facts(runs: Runs, run: str) -> dict[tuple[str, str], str]:
         if key.split(".")[-1] not in _NOT_A_VERSION
     }
     return configuration | versions
+
+
+def _text(value: Any) -> str:
+    """Returns a setting as text, the same whatever the order in which its source holds keys."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else repr(value)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

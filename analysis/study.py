@@ -171,7 +171,7 @@ def _no_plan(arms: Sequence[str], completeness: pd.DataFrame) -> str:
     complete = (completeness["state"] == "complete").sum()
     return (
         f"No claim: no plan was declared before these runs, so that every result is exploratory ({complete} complete "
-        f"runs of {', '.join(arms)})."
+        f"run{'s' * (complete != 1)} of {', '.join(arms)})."
     )
 
 

@@ -114,7 +114,7 @@ def _profiles(evidence: Evidence) -> pd.DataFrame | Absent:
     if frame.empty:
         return _without_values(_compared(evidence))
     if frame.groupby("strategy")["share"].nunique().max() < 2:
-        return Absent("all runs have the same value")
+        return Absent("it needs runs with different values")
     first = frame[["metric", "reduce"]].iloc[0]
     return frame[(frame["metric"] == first["metric"]) & (frame["reduce"] == first["reduce"])].astype({"strategy": str})
 

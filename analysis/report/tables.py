@@ -252,8 +252,8 @@ def _differences(result: StudyResult) -> Table:
 
 
 def versions(runs: Runs) -> Table:
-    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs, and
-    a package that no run had is left out.
+    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs, a
+    package that no run had is left out, and where nothing is known that is said.
     """
     seen: dict[str, dict[str, int]] = {}
     for facts in runs.versions.values():
@@ -261,6 +261,7 @@ def versions(runs: Runs) -> Table:
             values = seen.setdefault(key, {})
             values[value] = values.get(value, 0) + 1
     rows = [[key, _values(values, len(runs.versions))] for key, values in seen.items()]
+    rows = rows or [["all", "not known: the source of the runs lacks them"]]
     note = f"All {len(runs.versions)} runs, where nothing else is said."
     columns = ["what", "value"]
     return Table("versions", "Versions and machines", columns, rows, note, text=columns)

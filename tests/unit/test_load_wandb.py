@@ -191,7 +191,12 @@ def test_a_project_and_offline_files_make_a_report(
     assert "| torch | 2.11.0 |" in text
     assert "every other setting, version and commit is the same" in text
     assert "are not known" not in text
+    for run in online.runs:
+        del run.config["provenance"]
+    assert main(["report", "team/study", "--out", str(tmp_path / "out")]) == 0
+    assert "| all | not known: the source of the runs lacks them |" in (tmp_path / "out" / "summary.md").read_text()
     online.runs[0].config["provenance"] = {"versions": 3}
+    online.runs[1].config["provenance"] = known
     assert main(["report", "team/study", "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "summary.md").read_text()
     assert "every other setting is the same" in text

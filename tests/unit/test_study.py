@@ -152,6 +152,14 @@ def test_another_version_confounds_and_another_host_load_does_not() -> None:
     assert result.differences[["key", "kind"]].to_numpy().tolist() == [["torch", "version"]]
 
 
+def test_the_order_of_keys_in_a_setting_is_no_difference() -> None:
+    runs = two_arms(SMALLER)
+    for run, config in runs.configs.items():
+        params = {"a": 1, "b": 2} if run.startswith("replace") else {"b": 2, "a": 1}
+        config["task.datasets"] = [params]
+    assert study(runs, plan()).differences.empty
+
+
 def test_versions_that_a_source_does_not_know_are_no_difference() -> None:
     runs = two_arms(SMALLER, versions={"torch": "2.12.0"})
     versions = {run: {} if run.startswith("replace") else facts for run, facts in runs.versions.items()}
