@@ -110,7 +110,8 @@ def _run_directory(folder: Path) -> Found | Unusable:
     except FileNotFoundError as error:
         return Unusable(str(folder), f"no {Path(error.filename).name}: the run never started, or the folder is cut")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {error}")
+        said = " ".join(str(error).split())  # YAML's errors have several lines
+        return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {said}")
     except (KeyError, TypeError, AttributeError) as error:
         return Unusable(str(folder), f"summary.json is none of this project: {type(error).__name__} {error}")
     parts = [summary.get(key) or {} for key in ("host", "versions", "metrics")]
