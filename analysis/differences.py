@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,8 +39,9 @@ def differences(runs: Runs, arms: Sequence[str]) -> pd.DataFrame:
     for _, group in chosen.groupby("seed"):
         own = {str(run): str(arm) for run, arm in group["strategy"].items()}
         for key in {key for run in own for key in facts[run]}:
-            values = {run: facts[run].get(key, "not set") for run in own}
-            if len(set(values.values())) > 1 and len(set(own.values())) > 1:
+            known = [run for run in own if key[0] == "configuration" or runs.versions.get(run)]
+            values = {run: facts[run].get(key, "not set") for run in known}
+            if len(set(values.values())) > 1 and len({own[run] for run in known}) > 1:
                 for run, value in values.items():
                     seen = by_key.setdefault(key, {}).setdefault(own[run], [])
                     if value not in seen:
@@ -61,7 +63,7 @@ def varying(runs: Runs, arms: Sequence[str]) -> list[str]:
 
 def _facts(runs: Runs, run: str) -> dict[tuple[str, str], str]:
     configuration = {
-        ("configuration", key): repr(value)
+        ("configuration", key): _text(value)
         for key, value in runs.configs.get(run, {}).items()
         if not any(key == name or key.startswith(f"{name}.") for name in _NOT_COMPARED)
     }
@@ -71,6 +73,11 @@ def _facts(runs: Runs, run: str) -> dict[tuple[str, str], str]:
         if key.split(".")[-1] not in _NOT_A_VERSION
     }
     return configuration | versions
+
+
+def _text(value: Any) -> str:
+    """Returns a setting as text, the same whatever the order in which its source holds keys."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else repr(value)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def _run_directory(folder: Path) -> Found | Unusable:
     except FileNotFoundError as error:
         return Unusable(str(folder), f"no {Path(error.filename).name}: the run never started, or the folder is cut")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {error}")
+        said = " ".join(str(error).split())  # YAML's errors have several lines
+        return Unusable(str(folder), f"summary.json or .hydra/config.yaml cannot be read: {said}")
     except (KeyError, TypeError, AttributeError) as error:
         return Unusable(str(folder), f"summary.json is none of this project: {type(error).__name__} {error}")
     parts = [summary.get(key) or {} for key in ("host", "versions", "metrics")]
@@ -129,8 +130,6 @@ def _run_directory(folder: Path) -> Found | Unusable:
         "old_log_prob",
         "command",
     )
-    host = {f"host.{key}": value for key, value in (summary.get("host") or {}).items()}
-    commit = {key: summary.get(key) for key in ("git_sha", "git_dirty")}
     return Found(
         where=str(folder),
         source="directory",
@@ -144,10 +143,17 @@ def _run_directory(folder: Path) -> Found | Unusable:
         wandb_id=summary.get("wandb_run_id") or "",
         config=config,
         facts={key: summary.get(key) for key in facts},
-        versions={**(summary.get("versions") or {}), **commit, **host},
+        versions=provenance(summary),
         read=lambda keys: _history(folder, summary.get("metrics") or {}, keys),
         segments=lambda: _segments(folder / "merge_errors.jsonl"),
     )
+
+
+def provenance(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns packages, commit and host in one mapping, from their parts in `facts`; empty where there is none."""
+    packages, host = ({} if not isinstance(part, dict) else part for part in map(facts.get, ("versions", "host")))
+    commit = {key: facts[key] for key in ("git_sha", "git_dirty") if key in facts}
+    return {**packages, **commit, **{f"host.{key}": value for key, value in host.items()}}
 
 
 def _config(path: Path) -> dict[str, Any]:

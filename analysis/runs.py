@@ -34,8 +34,9 @@ class Runs:
         history: one row per run and update, sorted by them: `run`, `strategy` (categorical), `seed`, `step`, then one
             float64 column per metric, NaN where it was not logged.
         runs: one row per run, its name the index: `strategy`, `seed`, `status`, `steps` (rows logged), `planned`
-            (updates configured), `experiment`, `group` (its name in W&B), `tags`, `source`, `where`, `wandb_id`, and
-            what the source knows besides (`config_hash`, `git_sha`, `seconds`, `command`, ...).
+            (updates configured), `experiment`, `group` (its name in W&B), `tags`, `source`, `where`, `wandb_id`,
+            `seconds` (wall time, NaN when unknown), `command` (missing when unknown), and what the source knows besides
+            (`config_hash`, `git_sha`, ...).
         configs: run -> flat configuration, `trainer.learning_rate` -> 1e-4.
         versions: run -> packages, commit and host; empty where the source does not say.
         segments: merge errors per scored segment: `run` and `analysis.load.SEGMENT_COLUMNS`; empty from W&B.

@@ -48,9 +48,11 @@ that it has the unit of the metric; `p95` and the fifths are those of `summary.j
 """
 _NEED_TWO = ("sd", "auc")
 
+SCALAR_COLUMNS = ("run", "strategy", "seed", "metric", "reduce", "value", "updates", "reason")
+
 
 def scalars(runs: Runs, metric: str, reduce: str) -> pd.DataFrame:
-    """Returns one row per run: `run`, `strategy`, `seed`, `metric`, `reduce`, `value`, `updates`, `reason`.
+    """Returns one row per run, SCALAR_COLUMNS.
 
     A value is NaN where the whole planned curve is not there to be reduced: the run did not complete, or the metric
     was infinite or never logged; `reason` then says which, and is empty otherwise. A curve is never shortened to what
@@ -73,8 +75,7 @@ def scalars(runs: Runs, metric: str, reduce: str) -> pd.DataFrame:
         reason = unusable(facts) or _unusable_curve(steps, values, reduce)
         value = math.nan if reason else REDUCTIONS[reduce](steps, values)
         rows.append((run, facts["strategy"], facts["seed"], metric, reduce, value, len(values), reason))
-    columns = ["run", "strategy", "seed", "metric", "reduce", "value", "updates", "reason"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=list(SCALAR_COLUMNS))
 
 
 def unusable(facts: pd.Series) -> str:

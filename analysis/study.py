@@ -15,11 +15,12 @@ from analysis.compare import CONFIRMATORY_SEEDS, LEVEL, MIN_SEEDS, RESAMPLES, Pa
 from analysis.differences import differences
 from analysis.plan import ALPHA, CRITERIA, Plan
 from analysis.runs import Runs
-from analysis.scalars import scalars
+from analysis.scalars import SCALAR_COLUMNS, scalars
 from analysis.study_tables import Key
 from analysis.verdict import Verdict, family_warning, interval_warning, verdicts
 
 SECONDARY: tuple[Key, ...] = (
+    ("gap/abs_by_versions/multi", "mean"),
     ("gap/abs", "mean"),
     ("gap_ratio/F2", "mean"),
     ("gap_ratio/p99.9", "mean"),
@@ -32,7 +33,9 @@ SECONDARY: tuple[Key, ...] = (
     ("reward/mean", "auc"),
     ("reward/mean", "last_fifth"),
 )
-"""Compared in every study that logs them, for every pair of arms; exploratory."""
+"""Compared in every study that logs them, for every pair of arms; exploratory. Without a plan the first of them that
+was logged stands where a plan's primary metric would.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,8 @@ class StudyResult:
         primary: the declared comparisons (`comparisons`), with `p_holm` and `outcome`.
         secondary: the same metrics and SECONDARY for every pair of arms that is not declared (`comparisons`);
             exploratory, p not adjusted.
-        improvement, profiles: of the primary metrics (`improvement`, `profiles`).
+        compared: the primary metrics; without a plan the first of SECONDARY that was logged.
+        improvement, profiles: of `compared` (`improvement`, `profiles`).
         offline, offline_pairs: merge rules on the same rollouts (`offline`, `comparisons`); exploratory.
         collapse_times, survival, collapse: tables of collapse.py.
         collapse_tests: arms against each other (`collapse_tests`); exploratory.
@@ -74,6 +78,7 @@ class StudyResult:
     summary: pd.DataFrame
     primary: pd.DataFrame
     secondary: pd.DataFrame
+    compared: tuple[Key, ...]
     improvement: pd.DataFrame
     profiles: pd.DataFrame
     offline: pd.DataFrame
@@ -108,6 +113,7 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     pairs = [(b, a) for a, b in itertools.combinations(arms, 2)]
     primary = list(dict.fromkeys((c.metric, c.reduce) for c in plan.primary)) if plan else []
     secondary = [key for key in SECONDARY if key[0] in runs.history and key not in primary]
+    compared = tuple(primary or secondary[:1])
     values = {key: scalars(runs, *key) for key in (*primary, *secondary)}
     floors = {metric: tables.noise_floor(runs, metric) for metric, _ in values}
     declared = [paired(values[c.metric, c.reduce], c.a, c.b, floors[c.metric]) for c in plan.primary] if plan else []
@@ -130,14 +136,15 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
         seeds=seeds,
         completeness=completeness,
         excluded=runs.excluded,
-        per_run=pd.concat(values.values(), ignore_index=True) if values else pd.DataFrame(),
+        per_run=pd.concat(values.values(), ignore_index=True) if values else pd.DataFrame(columns=SCALAR_COLUMNS),
         summary=tables.summary(values, arms),
         primary=tables.comparisons(declared).assign(
             p_holm=[each.p_holm for each in decided], outcome=[each.outcome for each in decided]
         ),
         secondary=tables.comparisons(explored),
-        improvement=tables.improvement(primary or secondary[:1], values, pairs),
-        profiles=tables.profiles(primary or secondary[:1], values),
+        compared=compared,
+        improvement=tables.improvement(compared, values, pairs),
+        profiles=tables.profiles(compared, values),
         offline=offline,
         offline_pairs=tables.comparisons(tables.offline_pairs(offline, arms)),
         collapse_times=times,
@@ -164,7 +171,7 @@ def _no_plan(arms: Sequence[str], completeness: pd.DataFrame) -> str:
     complete = (completeness["state"] == "complete").sum()
     return (
         f"No claim: no plan was declared before these runs, so that every result is exploratory ({complete} complete "
-        f"runs of {', '.join(arms)})."
+        f"run{'s' * (complete != 1)} of {', '.join(arms)})."
     )
 
 

@@ -7,18 +7,20 @@ one metric logged every fifth update would hide four fifths of all others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from analysis.found import Found, Unusable
+from analysis.found import Found, Unusable, provenance
 from analysis.history import STEP, History, from_rows
 from analysis.load import flat
 from analysis.wandb_file import WandbFile, read_wandb_file
 
 _INTERRUPTED = 130  # exit code of a run that saved a checkpoint on Ctrl-C
 _STATES = {"finished": "completed", "killed": "interrupted"}  # a server's word -> ours; the others are the same
+_PROVENANCE = "provenance"  # experiments/tracking/run_folder.py
 _TIMEOUT_S = 30
 
 
@@ -44,8 +46,19 @@ def wandb_files(path: Path) -> Iterator[Found | Unusable]:
         where = str(file) if len(several) == 1 else f"{file} and {len(several) - 1} earlier"
         config = {key: value for _, part in several for key, value in part.config.items()}
         written = max(part.stat().st_mtime for part, _ in several)
+        seconds = sum(_seconds(part.summary) for _, part in several)
         yield _run(
-            where, "wandb file", last.run_id, last.group, last.job_type, last.tags, status, config, written, rows
+            where,
+            "wandb file",
+            last.run_id,
+            last.group,
+            last.job_type,
+            last.tags,
+            status,
+            config,
+            written,
+            seconds,
+            rows,
         )
 
 
@@ -75,8 +88,24 @@ def _server_run(run: Any, project: str) -> Found | Unusable:
     status = str(_STATES.get(run.state, run.state))
     where = f"{run.entity}/{run.project}/{run.id}"
     return _run(
-        where, "wandb", run.id, run.group, run.job_type, run.tags, status, run.config, written, _ServerRows(run)
+        where,
+        "wandb",
+        run.id,
+        run.group,
+        run.job_type,
+        run.tags,
+        status,
+        run.config,
+        written,
+        _seconds(run.summary_metrics),
+        _ServerRows(run),
     )
+
+
+def _seconds(summary: Mapping[str, Any]) -> float:
+    """Returns the wall time that W&B counted; NaN where it did not."""
+    seconds = summary.get("_runtime")
+    return float(seconds) if isinstance(seconds, int | float) else math.nan
 
 
 class _ServerRows:
@@ -106,9 +135,12 @@ def _run(
     status: str,
     config: Mapping[str, Any],
     written: float,
+    seconds: float,
     rows: Iterable[Mapping[str, Any]],
 ) -> Found | Unusable:
-    settings = dict(flat({key: value for key, value in config.items() if key != "_wandb"}))
+    settings = dict(flat({key: value for key, value in config.items() if key not in ("_wandb", _PROVENANCE)}))
+    made = config.get(_PROVENANCE)
+    made = made if isinstance(made, dict) else {}  # older runs do not have it
     seed, planned = settings.get("seed"), settings.get("steps")
     if not job_type or not isinstance(seed, int):
         return Unusable(where, "no strategy (job type) or no integer `seed` in its configuration: not of this project")
@@ -124,6 +156,8 @@ def _run(
         written=written,
         wandb_id=run_id,
         config=settings,
+        facts={"seconds": seconds, "command": made.get("command")},
+        versions=provenance(made),
         read=lambda keys: _history(rows, keys),
     )
 

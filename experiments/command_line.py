@@ -28,7 +28,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -296,6 +296,9 @@ def own_command(hydra_config: Any) -> str:
 def _reason(error: BaseException) -> str:
     """Returns Hydra's message and its cause in one line, without its advice (search paths, `+key`) and type dumps."""
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        cause = text.splitlines()[0].removeprefix(f"Error parsing override '{error.override}'")
+        return f"`{error.override}`: {cause}; a value with = , or spaces needs quotes inside the shell's: key='\"a=b\"'"
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text.rstrip('.')}: {error.__cause__}"
     advice = ("object_type=", "reference_type=", "full_key:", "To append")

@@ -19,7 +19,7 @@ from experiments.reporting import MiniStep, UpdateRecord, update_metrics
 from experiments.schema import AlgorithmConfig, OldLogProb
 from experiments.scoring import BatchScorer, ScoredViews, freeze_live_rows, merge, replay_sequence
 from experiments.shadow import ShadowScorer
-from experiments.shadow_report import Line, ShadowReport
+from experiments.shadow_report import Line, ShadowReport, noise_floor
 from experiments.trainers.base import Trainer, TrainSequence
 from strategies.base import MergeStrategy
 from strategies.types import ReplayView, Rollout
@@ -115,6 +115,7 @@ class PPOLearner:
         report = ShadowReport(rollouts, version, scores, advantages, decoupled, self._algorithm)
         live_after = self._shadow.live_rows(rollouts) if scores.probe else None
         metrics |= report.metrics(self._strategy_name, live_after)
+        metrics |= noise_floor(scores.scored[self._strategy_name], mini_steps[0])
         return Update(metrics, report.lines())
 
     def _old_log_probs(self, rollouts: list[Rollout], own: ScoredViews | None) -> list[NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from experiments.generating import GeneratingScores
 from experiments.metrics.decomposition import decompose, decomposition_metrics, rest_metrics
 from experiments.metrics.merge_error import NOISE, merge_errors, merge_metrics
-from experiments.metrics.ratios import shadow_metrics
+from experiments.metrics.ratios import floor_metrics, shadow_metrics
 from experiments.metrics.route_keys import MERGE_EXCLUDED
 from experiments.metrics.routes import (
     RouteAgreement,
@@ -25,6 +25,7 @@ from experiments.metrics.routes import (
     overlap,
 )
 from experiments.metrics.tokens import UNKNOWN_LAG, TokenTable
+from experiments.reporting import MiniStep
 from experiments.schema import AlgorithmConfig
 from experiments.scoring import ScoredViews, has_exact_rows
 from experiments.shadow import EXACT, ShadowScores, Views
@@ -164,6 +165,26 @@ class ShadowReport:
             advantages=self.advantages,
             trainer_version=self.trainer_version,
         )
+
+
+def noise_floor(scored: ScoredViews, mini_step: MiniStep) -> dict[str, float]:
+    """Returns `gap/floor_*`: the run's own views were scored, and then trained on under the same weights; nothing where
+    no view of the mini-step was scored.
+
+    Args:
+        scored: the run's own views.
+        mini_step: the first of the update.
+    """
+    pairs = [
+        (before[view.loss_mask], then[view.loss_mask])
+        for index, log_probs in zip(mini_step.chunk, mini_step.log_probs, strict=True)
+        if scored.views[index]  # not where the engine mixed rows
+        for view, before, then in zip(scored.views[index], scored.log_probs[index], log_probs, strict=True)
+    ]
+    if not pairs:
+        return {}
+    first, second = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return {str(key): value for key, value in floor_metrics(first, second).items()}
 
 
 def _agreement(source: str | None, agreement: RouteAgreement | None) -> dict[str, float]:

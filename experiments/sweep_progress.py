@@ -149,13 +149,15 @@ def _written(job: PlannedJob) -> int:
 def states(folder: Path) -> list[tuple[str, str, int]]:
     """Returns run directory, state and number of updates of every run below `folder`, sorted.
 
-    A run that says it is running and whose directory nobody holds has crashed.
+    A run that somebody holds is `starting` before it has a summary. One that says it is running and that nobody holds
+    has crashed.
     """
     found = []
-    for path in sorted(folder.rglob("summary.json")):
-        run_dir, status = path.parent, read_summary(path.parent)["status"]
+    for run_dir in sorted({path.parent for name in (JOB_FILE, "summary.json") for path in folder.rglob(name)}):
+        begun = (run_dir / "summary.json").is_file()
+        status = str((read_summary(run_dir) if begun else read_job(run_dir)).get("status", "unknown"))
         if is_claimed(run_dir):
-            status = "running"
+            status = "running" if begun else "starting"
         elif status == "running":
             status = "crashed"
         metrics = run_dir / "metrics.jsonl"

@@ -92,19 +92,29 @@ def _seeds(runs: Runs) -> pd.DataFrame | Absent:
 
 
 def _paired(evidence: Evidence) -> pd.DataFrame | Absent:
-    result = evidence.result
-    declared = [(each.metric, each.reduce) for each in result.plan.primary] if result.plan else [(GAP, "mean")]
-    names = {f"{reduce} {metric}" for metric, reduce in declared}
-    frame = result.per_run.assign(scalar=result.per_run["reduce"] + " " + result.per_run["metric"])
-    frame = frame.loc[frame["scalar"].isin(list(names)), ["scalar", "strategy", "seed", "value"]].dropna()
+    names = _compared(evidence)
+    frame = evidence.result.per_run
+    frame = frame.assign(scalar=frame["reduce"] + " " + frame["metric"])
+    frame = frame.loc[frame["scalar"].isin(names), ["scalar", "strategy", "seed", "value"]].dropna()
     frame = frame.astype({"strategy": str}).reset_index(drop=True)
-    return Absent(f"no whole run has {' or '.join(sorted(names))}") if frame.empty else frame
+    return _without_values(names) if frame.empty else frame
+
+
+def _compared(evidence: Evidence) -> list[str]:
+    return sorted(f"{reduce} {metric}" for metric, reduce in evidence.result.compared)
+
+
+def _without_values(names: Sequence[str]) -> Absent:
+    """Returns why the compared metrics, of these names, have no value."""
+    return Absent(f"no whole run has {' or '.join(names)}" if names else "no run logged a metric that a study compares")
 
 
 def _profiles(evidence: Evidence) -> pd.DataFrame | Absent:
     frame = evidence.result.profiles
-    if frame.empty or frame.groupby("strategy")["share"].nunique().max() < 2:
-        return Absent("it needs runs with a primary metric")
+    if frame.empty:
+        return _without_values(_compared(evidence))
+    if frame.groupby("strategy")["share"].nunique().max() < 2:
+        return Absent("it needs runs with different values")
     first = frame[["metric", "reduce"]].iloc[0]
     return frame[(frame["metric"] == first["metric"]) & (frame["reduce"] == first["reduce"])].astype({"strategy": str})
 
@@ -144,7 +154,7 @@ def _churn(runs: Runs) -> pd.DataFrame | Absent:
 
 def _merge_errors(runs: Runs, by: Callable[..., pd.DataFrame | Absent]) -> pd.DataFrame | Absent:
     if runs.segments.empty:
-        return Absent("no merge errors by segment (merge_errors.jsonl) in the source; run with shadow scoring")
+        return Absent("no merge errors by segment: shadow scoring writes merge_errors.jsonl, of which W&B has no copy")
     frame = by(runs.segments, cluster=_cluster(runs.segments))
     return frame if isinstance(frame, Absent) else frame.rename(columns={"rollouts": _unit(runs.segments)})
 
@@ -186,6 +196,22 @@ def _interval(n: int) -> str:
 
 def _seeds_caption(frame: pd.DataFrame, _: Evidence) -> str:
     return f"One line per run; {frame['run'].nunique()} runs."
+
+
+def _paired_caption(frame: pd.DataFrame, evidence: Evidence) -> str:
+    return f"Point: one run. Grey lines join the runs of one seed; {len(frame)} values.{_undeclared(evidence)}"
+
+
+def _profile_caption(frame: pd.DataFrame, evidence: Evidence) -> str:
+    return (
+        f"Share of an arm's runs whose {frame['reduce'].iloc[0]} {frame['metric'].iloc[0]} is at least as good as the "
+        f"value below (rliable, arXiv 2108.13264).{_undeclared(evidence)}"
+    )
+
+
+def _undeclared(evidence: Evidence) -> str:
+    """Returns that the metric was not declared, where there is no plan."""
+    return "" if evidence.result.plan else " No plan declared this metric: it is shown by default."
 
 
 def _fan_caption(frame: pd.DataFrame, evidence: Evidence) -> str:
@@ -271,11 +297,11 @@ CHARTS = (
     ),
     Chart(
         "paired",
-        "The declared metric, run by run",
+        "The compared metric, run by run",
         keys=(),
         numbers=_paired,
         draw=lambda title, frame, looks, _: figures.paired(frame, looks, title),
-        caption=lambda frame, _: f"Point: one run. Grey lines join the runs of one seed; {len(frame)} values.",
+        caption=_paired_caption,
         reading="Lines that all rise or all fall between two arms are what the paired test sees; it ignores how far "
         "apart the seeds are.",
         value="value",
@@ -383,14 +409,11 @@ CHARTS = (
     ),
     Chart(
         "profile",
-        "Performance profile of the declared metric",
+        "Performance profile of the compared metric",
         keys=(),
         numbers=_profiles,
         draw=lambda title, frame, looks, _: figures.profile(frame, looks, title),
-        caption=lambda frame, _: (
-            f"Share of an arm's runs whose {frame['reduce'].iloc[0]} {frame['metric'].iloc[0]} is at least as good as "
-            "the value below (rliable, arXiv 2108.13264)."
-        ),
+        caption=_profile_caption,
         reading="The curve that reaches 1 at the better end first has the better runs; curves that cross have no "
         "order.",
         value="share",

@@ -14,6 +14,7 @@ from analysis.merge_frames import Absent
 from analysis.plan import CRITERIA
 from analysis.report import svg
 from analysis.report.charts import CHARTS, Chart, silent_arms
+from analysis.report.commands import commands
 from analysis.report.evidence import Evidence
 from analysis.report.tables import Table, arms, excluded, tables
 
@@ -60,7 +61,7 @@ class Report:
         shown: figures.
         left_out: title of every figure that there is not, and why.
         tables: of statistics and provenance.
-        commands: of the runs, and of this report, last.
+        commands: of the runs (one command where they are a whole grid), and of this report, last.
     """
 
     title: str
@@ -111,7 +112,8 @@ def report(evidence: Evidence, command: str) -> Report:
             else:
                 shown.append(_draw(chart, numbers, looks, evidence))
     experiments = sorted({str(name) for name in runs.runs["experiment"].dropna()})
-    commands = sorted({str(each) for each in runs.runs["command"].dropna()}) if "command" in runs.runs else []
+    in_order = runs.runs.sort_values(["seed", "strategy"])
+    made = commands(map(str, in_order["command"].dropna())) if "command" in in_order else []
     return Report(
         title=", ".join(experiments) or "runs",
         verdict=result.verdict,
@@ -122,7 +124,7 @@ def report(evidence: Evidence, command: str) -> Report:
         shown=shown,
         left_out=left_out,
         tables=tables(runs, result),
-        commands=[*commands, command],
+        commands=[*made, command],
     )
 
 
@@ -147,12 +149,20 @@ def _draw(chart: Chart, numbers: pd.DataFrame, looks: dict, evidence: Evidence) 
 
 
 def _alike(evidence: Evidence) -> list[str]:
-    """Returns that the arms differ in their strategy alone, where configurations are known and that is so."""
-    if not evidence.runs.configs or len(evidence.result.arms) < 2 or not evidence.result.differences.empty:
-        return []
-    return [
-        "Seed by seed, the arms differ in their strategy only: every other setting, version and commit is the same."
-    ]
+    """Returns that the arms differ in their strategy alone, where configurations are known and that is so, and of how
+    many runs versions are not known.
+    """
+    runs, result = evidence.runs, evidence.result
+    unknown = sum(not runs.versions.get(str(run)) for run in runs.runs.index)
+    notes = []
+    if runs.configs and len(result.arms) > 1 and result.differences.empty:
+        same = "every other setting is the same" if unknown else "every other setting, version and commit is the same"
+        notes.append(f"Seed by seed, the arms differ in their strategy only: {same}.")
+    if unknown:
+        notes.append(
+            f"Versions and commit of {unknown} of {len(runs.runs)} runs are not known: their source lacks them."
+        )
+    return notes
 
 
 def _uneven(evidence: Evidence) -> list[str]:

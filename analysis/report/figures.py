@@ -145,7 +145,8 @@ def paired(frame: pd.DataFrame, looks: Looks, title: str) -> Figure:
             axes.plot([place[strategy]] * len(own), own["value"], **{**looks[strategy], "linestyle": "none"})
         style.value_scale(axes, panel["value"])
         axes.set_ylabel(name, fontsize=7.5 if len(name) > 28 else 9.0)
-    panels[-1].set_xticks(range(len(present)), present)
+    fit = max(map(len, present)) * _CHARACTER < 0.8 * WIDTH / len(present)  # else the legend alone names the arms
+    panels[-1].set_xticks(range(len(present)), present if fit else [""] * len(present))
     panels[-1].tick_params(axis="x", length=0)
     panels[-1].set_xlim(-0.5, len(present) - 0.5)
     return figure
@@ -204,14 +205,16 @@ def _panels(
     values: Any,
     threshold: float | None = None,
 ) -> Figure:
-    """Returns two columns of panels, one per arm, which share both axes; `draw` draws one."""
+    """Returns two columns of panels (one where their titles need the width), one per arm, which share both axes; `draw`
+    draws one.
+    """
     present = _present(frame, looks)
-    columns = min(2, len(present))
+    columns = min(2, len(present)) if max(map(len, present)) * _CHARACTER < 0.4 * WIDTH else 1
     rows = -(-len(present) // columns)
     height = 1.45 * rows + 0.25 * (rows - 1) + TITLE + 0.2 + _BELOW
     figure = Figure(figsize=(WIDTH, height))
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    figure.subplots_adjust(left=0.15, right=0.985, bottom=_BELOW / height, top=1 - (TITLE + 0.2) / height,
+    figure.subplots_adjust(left=0.17, right=0.985, bottom=_BELOW / height, top=1 - (TITLE + 0.2) / height,
                            hspace=0.25, wspace=0.08)  # fmt: skip
     figure.suptitle(title, x=0.012, y=1 - 0.07 / height, ha="left", va="top", fontsize=10.5)
     for axes in grid.flat[len(present) :]:

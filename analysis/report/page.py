@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from analysis.report import svg
 from analysis.report.content import Report, Shown
 from analysis.report.figures import TITLE
 
 _HERE = Path(__file__).parent
+_SIGNED_EXPONENT = re.compile(r"-?[\d.]+e-\d+")
 
 
 def html(report: Report) -> str:
@@ -19,6 +21,7 @@ def html(report: Report) -> str:
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["unbroken"] = _unbroken
     css = (_HERE / "page.css").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
         report=report,
@@ -27,6 +30,11 @@ def html(report: Report) -> str:
         ),
         picture=_picture,
     )
+
+
+def _unbroken(text: str) -> Markup:
+    """Returns `text` such that no line ends inside a number, where a browser would break it at the sign of 2e-3."""
+    return Markup(_SIGNED_EXPONENT.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
 def _picture(shown: Shown) -> Markup:

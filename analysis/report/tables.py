@@ -75,7 +75,7 @@ def arms(runs: Runs, result: StudyResult) -> Table:
         other = "; ".join(f"{_ranges(seeds)} {state}" for state, seeds in rest)
         facts = runs.runs[runs.runs["strategy"] == arm]
         rows.append([arm, _ranges(whole), other or "none", str(len(whole)), _span(facts["steps"], 0),
-                     _span(facts["seconds"] / 60, 1)])  # fmt: skip
+                     _span(pd.to_numeric(facts["seconds"], errors="coerce") / 60, 1)])  # fmt: skip
     columns = ["arm", "complete seeds", "other seeds", "n", "updates", "minutes a run"]
     return Table("arms", "What was compared", columns, rows, text=("arm", "complete seeds", "other seeds"))
 
@@ -252,13 +252,16 @@ def _differences(result: StudyResult) -> Table:
 
 
 def versions(runs: Runs) -> Table:
-    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs."""
+    """Returns packages, commit and machine of the runs; a fact that varies has each value with its number of runs, a
+    package that no run had is left out, and where nothing is known that is said.
+    """
     seen: dict[str, dict[str, int]] = {}
     for facts in runs.versions.values():
-        for key, value in _flat(facts):
+        for key, value in _flat({key: value for key, value in facts.items() if value is not None}):
             values = seen.setdefault(key, {})
             values[value] = values.get(value, 0) + 1
     rows = [[key, _values(values, len(runs.versions))] for key, values in seen.items()]
+    rows = rows or [["all", "not known: the source of the runs lacks them"]]
     note = f"All {len(runs.versions)} runs, where nothing else is said."
     columns = ["what", "value"]
     return Table("versions", "Versions and machines", columns, rows, note, text=columns)

@@ -149,7 +149,8 @@ GAP_MULT = _shadowed(
 )
 GAP_FLOOR_ABS = Metric(
     "gap/floor_abs",
-    "mean |difference| of two trainer forwards with equal weights and routes",
+    "mean |difference| of two trainer forwards with equal weights and routes: the run's own views, as shadow "
+    "scoring and as the first mini-step saw them",
     "nats",
     ">= 0",
     "mean",

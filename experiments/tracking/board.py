@@ -23,7 +23,7 @@ class WandbIdentity:
         group: the experiment.
         job_type: the strategy.
         tags: strategy, engine, pause mode.
-        config: the resolved configuration.
+        config: the resolved configuration, and `run_folder.PROVENANCE` beside it.
         folder: the run directory; W&B writes to `wandb/` in it.
     """
 

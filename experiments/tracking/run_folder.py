@@ -30,6 +30,9 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 TIME_PREFIX = "time/"
 """Prefix of every key whose value depends on the machine: seconds, tokens per second."""
 
+PROVENANCE = "provenance"
+"""Key beside the configuration in W&B: command, commit, versions and host of a run (analysis/wandb_runs.py)."""
+
 _RECORDED_PACKAGES = (
     "torch",
     "megatron-core",

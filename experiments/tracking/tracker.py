@@ -180,13 +180,19 @@ class Tracker:
             group=self._config["experiment_name"],
             job_type=strategy,
             tags=(strategy, self._head["engine"], self._head["pause_mode"]),
-            config=self._config,
+            config={**self._config, run_folder.PROVENANCE: self._provenance()},
             folder=self.folder,
             project=tracking["project"],
             entity=tracking["entity"],
             mode=tracking["mode"],
         )
         return WandbBoard(identity)
+
+    def _provenance(self) -> dict[str, Any]:
+        """Returns what W&B is told beside the configuration, so that a comparison of its runs sees other versions."""
+        facts = run_folder.host_facts(self._device)
+        host = {key: facts[key] for key in ("cpus", "platform", "device")}  # the peak memory is not known yet
+        return {**{key: self._head[key] for key in ("command", "git_sha", "git_dirty", "versions")}, "host": host}
 
     def _decision(self) -> dict[str, Any] | None:
         if self._merge_errors is None:

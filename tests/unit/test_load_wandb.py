@@ -14,6 +14,7 @@ import pytest
 import wandb
 from omegaconf import DictConfig, OmegaConf
 
+from analysis.__main__ import main
 from analysis.runs import load_runs
 from experiments.tracking import Tracker
 from tests.unit.wandb_server import KEY, ServerRun, WandbServer, serve
@@ -54,6 +55,11 @@ def test_offline_files_give_the_table_of_the_run_directories_resumed_runs_joined
     pd.testing.assert_frame_equal(files.history, folders.history)
     assert files.history.groupby("run", observed=True).size().tolist() == [STEPS, STEPS]
     assert files.configs == folders.configs
+    for run, versions in folders.versions.items():
+        peak = versions.pop("host.peak_memory_gib")  # known at the end of a run
+        assert (files.versions[run], peak > 0) == (versions, True)
+    assert files.runs["command"].tolist() == ["run.py", "run.py"]
+    assert files.runs["seconds"].between(0, 600).all()
     columns = ["strategy", "seed", "status", "steps", "planned", "group", "tags", "wandb_id"]
     pd.testing.assert_frame_equal(files.runs[columns], folders.runs[columns])
     assert files.segments.empty
@@ -168,6 +174,36 @@ def test_nan_and_infinity_on_a_server_are_numbers_and_keep_their_rows_wandb_8252
     history = [{"_step": k, "step": k, "a": value} for k, value in enumerate(values, start=1)]
     online.runs.append(ServerRun("r", config=settings(0, 3), rows=history, exported=exported))
     np.testing.assert_array_equal(load_runs("team/study").history["a"], [math.nan, math.inf, -math.inf])
+
+
+def test_a_project_and_offline_files_make_a_report(
+    online: WandbServer, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"versions": {"torch": "2.11.0"}, "git_sha": "0123abc", "git_dirty": False, "host": {"device": "cpu"}}
+    history = [{"_step": k, "step": k, "gap/abs": k / 2} for k in (1, 2)]
+    for arm in ("replace", "exact"):
+        made = {"provenance": {**known, "command": f"python run.py strategy={arm}"}}
+        online.runs.append(ServerRun(arm, arm, settings(0, 2, **made), history, seconds=150.0))
+    assert main(["report", "team/study", "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "summary.md").read_text()
+    assert "python run.py -m strategy=" in text
+    assert "| 2.5 |" in text  # minutes
+    assert "| torch | 2.11.0 |" in text
+    assert "every other setting, version and commit is the same" in text
+    assert "are not known" not in text
+    for run in online.runs:
+        del run.config["provenance"]
+    assert main(["report", "team/study", "--out", str(tmp_path / "out")]) == 0
+    assert "| all | not known: the source of the runs lacks them |" in (tmp_path / "out" / "summary.md").read_text()
+    online.runs[0].config["provenance"] = {"versions": 3}
+    online.runs[1].config["provenance"] = known
+    assert main(["report", "team/study", "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "summary.md").read_text()
+    assert "every other setting is the same" in text
+    assert "Versions and commit of 1 of 2 runs are not known" in text
+    capsys.readouterr()
+    assert main(["report", *map(str, recorded.glob("*/wandb")), "--out", str(tmp_path / "out")]) == 0
+    assert "2 complete runs of replace" in capsys.readouterr().out
 
 
 def test_media_and_text_are_no_metrics(online: WandbServer) -> None:

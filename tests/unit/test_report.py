@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ from analysis.report import charts
 from analysis.report.content import report
 from analysis.report.evidence import Evidence
 from analysis.runs import load_runs
+from analysis.study import SECONDARY
 
 PLAN = {
     "arms": ["replace", "slice_concat", "naive_concat", "exact"],
@@ -105,6 +107,14 @@ def test_the_page_needs_nothing_but_itself(out: Path, page: Page) -> None:
     assert [link for link in local if link and not link.startswith("#") and not (out / link).is_file()] == []
 
 
+def test_no_line_ends_inside_a_number(out: Path) -> None:
+    text = (out / "report.html").read_text(encoding="utf-8")
+    verdict = re.search(r'<p class="verdict">(.*?)</p>', text, re.DOTALL)
+    assert verdict is not None
+    assert re.search(r'<span class="unbroken">-?[\d.]+e-\d+</span>', verdict[1])
+    assert "e-" not in re.sub(r"<span.*?</span>", "", verdict[1])
+
+
 def test_ids_are_unique_and_references_hold(page: Page, out: Path) -> None:
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -135,6 +145,21 @@ def test_an_arm_that_differs_in_more_than_its_strategy_is_flagged_before_any_res
     warning = page.text[: page.text.index("What was compared", page.text.index("Read this first"))]
     assert "trainer.learning_rate" in warning
     assert "What the arms differ in beside their strategy" in page.text
+    assert "sglang None" not in page.text
+
+
+def test_a_compared_metric_without_a_value_says_why(study_folder: Path) -> None:
+    runs = load_runs(study_folder, strategies=["replace", "exact"])
+    whole = runs.runs.assign(status="failed")
+    left_out = dict(report(Evidence.of(dataclasses.replace(runs, runs=whole), None), "").left_out)
+    reasons = {left_out[title] for title in left_out if "compared metric" in title}
+    assert reasons == {"no whole run has mean gap/abs_by_versions/multi"}
+    for key, _ in SECONDARY:
+        if key in runs.history:
+            del runs.history[key]
+    left_out = dict(report(Evidence.of(runs, None), "").left_out)
+    reasons = {left_out[title] for title in left_out if "compared metric" in title}
+    assert reasons == {"no run logged a metric that a study compares"}
 
 
 def test_seeds_of_two_experiments_are_flagged_though_every_pair_is_alike(study_folder: Path) -> None:
@@ -223,6 +248,8 @@ def test_one_seed_has_curves_without_band_and_no_claim(study_folder: Path, tmp_p
     assert "Runs without collapse: no run collapsed" in page.text
     assert not (tmp_path / "out" / "figures" / "survival.svg").exists()
     assert pd.read_csv(tmp_path / "out" / "data" / "reward.csv")["low"].isna().all()
+    assert pd.read_csv(tmp_path / "out" / "data" / "paired.csv")["strategy"].tolist() == ["exact", "replace"]
+    assert "No plan declared this metric: it is shown by default." in page.text
 
 
 def test_a_metric_that_no_run_logged_is_a_figure_left_out_with_the_reason(

@@ -1,14 +1,16 @@
 """The lines of merge_errors.jsonl and the metrics, on two rollouts whose numbers can be worked out by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.generating import GeneratingScores
-from experiments.scoring import BatchScorer, merge
+from experiments.reporting import MiniStep
+from experiments.scoring import BatchScorer, ScoredViews, merge
 from experiments.shadow import EXACT, Probe, ShadowScores
-from experiments.shadow_report import ShadowReport
+from experiments.shadow_report import ShadowReport, noise_floor
 from strategies import Exact, LastSegment, Live, Replace
 from strategies.types import UNKNOWN_VERSION
 from tests.conftest import compose
@@ -73,3 +75,14 @@ def test_the_parts_are_over_the_tokens_whose_weights_are_known(algorithm):
     assert metrics["decomp/residual_max"] < 1e-6
     assert "route/overlap_by_source/live_before" in metrics
     assert "route/overlap_by_source/live_after" not in metrics
+
+
+def test_the_noise_floor_is_how_far_two_forwards_of_the_same_views_differ():
+    views = merge(Replace(), [INTERRUPTED, WHOLE])
+    scored = BatchScorer(CountingTrainer(), [INTERRUPTED, WHOLE]).score({"replace": views})["replace"]
+    result: Any = None  # read by nobody here
+    trained = [[log_probs + np.float32(0.5) for log_probs in scored.log_probs[index]] for index in (1,)]
+    step = MiniStep(np.array([1]), trained, trained, result, None)
+    assert noise_floor(scored, step)["gap/floor_abs"] == 0.5
+    without = ScoredViews([views[0], []], [scored.log_probs[0], []])  # the engine mixed the rows of the second one
+    assert noise_floor(without, step) == {}

@@ -152,6 +152,20 @@ def test_another_version_confounds_and_another_host_load_does_not() -> None:
     assert result.differences[["key", "kind"]].to_numpy().tolist() == [["torch", "version"]]
 
 
+def test_the_order_of_keys_in_a_setting_is_no_difference() -> None:
+    runs = two_arms(SMALLER)
+    for run, config in runs.configs.items():
+        params = {"a": 1, "b": 2} if run.startswith("replace") else {"b": 2, "a": 1}
+        config["task.datasets"] = [params]
+    assert study(runs, plan()).differences.empty
+
+
+def test_versions_that_a_source_does_not_know_are_no_difference() -> None:
+    runs = two_arms(SMALLER, versions={"torch": "2.12.0"})
+    versions = {run: {} if run.startswith("replace") else facts for run, facts in runs.versions.items()}
+    assert study(dataclasses.replace(runs, versions=versions), plan()).differences.empty
+
+
 def test_without_a_plan_everything_is_exploratory() -> None:
     result = study(two_arms(SMALLER))
     assert result.verdict == (
@@ -160,7 +174,8 @@ def test_without_a_plan_everything_is_exploratory() -> None:
     )
     assert result.verdicts == ()
     assert result.primary.empty
-    assert set(result.secondary["metric"]) == {"reward/mean"}  # what only a plan names is not looked at
+    assert set(result.secondary["metric"]) == {METRIC, "reward/mean"}
+    assert result.compared == ((METRIC, "mean"),)
     assert result.arms == ("replace", "slice_concat")
 
 

@@ -108,6 +108,7 @@ def test_values_that_no_file_system_takes_are_cut_and_stay_apart():
         (("hydra.sweep.dir=a,b",), "cannot be swept"),
         (("experiment=pr6046", "algorithm.ratio_level=sequence"), "needs the whole response in one forward"),
         (("seed=0,-1",), "`seed` must not be negative"),
+        (("hydra.sweep.subdir=a=b",), r"`hydra.sweep.subdir=a=b`: .*; a value with = .* needs quotes"),
     ],
     ids=str,
 )

@@ -58,11 +58,13 @@ def test_the_state_of_a_sweep_can_be_read_from_any_terminal(jobs, tmp_path):
         job.run_dir.mkdir(parents=True)
         (job.run_dir / "summary.json").write_text(json.dumps({"status": status, "steps": 0}))
     (jobs[0].run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    with claim(jobs[1].run_dir):
+    fifth = tmp_path / "pr" / "live" / "seed0"
+    with claim(jobs[1].run_dir), claim(fifth):
         rows = {name: (status, updates) for name, status, updates in states(tmp_path / "pr")}
     assert rows == {
         "replace/seed0": ("completed", 2),
         "exact/seed0": ("running", 0),
         "replace/seed1": ("crashed", 0),
         "exact/seed1": ("failed", 0),
+        "live/seed0": ("starting", 0),
     }

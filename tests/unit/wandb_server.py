@@ -28,6 +28,7 @@ class ServerRun:
 
     Attributes:
         rows: the history; NaN and infinity as W&B's JSON has them, strings.
+        seconds: how long it ran, as its summary says.
         exported: how many of the rows the server has moved to a parquet file; the rest is "live".
     """
 
@@ -36,6 +37,7 @@ class ServerRun:
     config: dict[str, Any] = field(default_factory=dict)
     rows: Sequence[dict[str, Any]] = ()
     exported: int = 0
+    seconds: float | None = None
     state: str = "finished"
     group: str = "pr6046"
     tags: Sequence[str] = ("replace",)
@@ -125,7 +127,7 @@ def _node(run: ServerRun) -> dict[str, Any]:
         "jobType": run.job_type,
         "tags": list(run.tags),
         "config": json.dumps({key: {"value": value} for key, value in run.config.items()}),
-        "summaryMetrics": "{}",
+        "summaryMetrics": json.dumps({} if run.seconds is None else {"_runtime": run.seconds}),
         "systemMetrics": "{}",
         "historyLineCount": len(run.rows),
         "historyKeys": _history_keys(run),
