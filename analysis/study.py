@@ -168,7 +168,7 @@ def _members(arms: Iterable[str], seeds: Iterable[int]) -> str:
 
 
 def _no_plan(arms: Sequence[str], completeness: pd.DataFrame) -> str:
-    complete = (completeness["state"] == "complete").sum()
+    complete = int((completeness["state"] == "complete").sum())
     return (
         f"No claim: no plan was declared before these runs, so that every result is exploratory ({complete} complete "
         f"run{'s' * (complete != 1)} of {', '.join(arms)})."
