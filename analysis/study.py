@@ -107,9 +107,6 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
     seeds = plan.seeds if plan else tuple(dict.fromkeys(map(int, found["seed"])))
     completeness = tables.completeness(runs, arms, seeds)
     runs = _only(runs, arms, seeds)
-    if runs.runs.empty:
-        came = _members(found["strategy"].unique(), sorted(found["seed"].unique()))
-        raise ValueError(f"none of the {len(found)} runs is of the plan: expected {_members(arms, seeds)}, came {came}")
     pairs = [(b, a) for a, b in itertools.combinations(arms, 2)]
     primary = list(dict.fromkeys((c.metric, c.reduce) for c in plan.primary)) if plan else []
     secondary = [key for key in SECONDARY if key[0] in runs.history and key not in primary]
@@ -157,7 +154,11 @@ def study(runs: Runs, plan: Plan | None = None) -> StudyResult:
 
 
 def _only(runs: Runs, arms: Sequence[str], seeds: Sequence[int]) -> Runs:
-    kept = runs.runs[runs.runs["strategy"].isin(list(arms)) & runs.runs["seed"].isin(list(seeds))]
+    found = runs.runs
+    kept = found[found["strategy"].isin(list(arms)) & found["seed"].isin(list(seeds))]
+    if kept.empty:
+        came = _members(found["strategy"].unique(), sorted(found["seed"].unique()))
+        raise ValueError(f"none of the {len(found)} runs is of the plan: expected {_members(arms, seeds)}, came {came}")
     if len(kept) == len(runs.runs):
         return runs
     return dataclasses.replace(runs, runs=kept, history=runs.history[runs.history["run"].isin(list(kept.index))])
@@ -168,7 +169,7 @@ def _members(arms: Iterable[str], seeds: Iterable[int]) -> str:
 
 
 def _no_plan(arms: Sequence[str], completeness: pd.DataFrame) -> str:
-    complete = (completeness["state"] == "complete").sum()
+    complete = int((completeness["state"] == "complete").sum())
     return (
         f"No claim: no plan was declared before these runs, so that every result is exploratory ({complete} complete "
         f"run{'s' * (complete != 1)} of {', '.join(arms)})."

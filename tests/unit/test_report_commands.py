@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from analysis.report.commands import commands
@@ -19,7 +21,7 @@ def test_a_whole_grid_is_one_sweep() -> None:
     (sweep,) = commands(jobs)
     assert sweep == "python run.py -m experiment=smoke seed=2,10 strategy=live,exact threads=1"
     command_line.register()
-    planned = command_line.precheck(sweep.split()[2:])
+    planned = command_line.precheck(shlex.split(sweep)[2:])
     assert planned is not None
     assert len(planned.jobs) == len(jobs)
 
