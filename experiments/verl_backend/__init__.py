@@ -2,5 +2,6 @@
 
 Modules without verl: `replay_mode`, `merging`, `columns`, `statistics`, `cycle`, `settings`, `recorder`, `resources`,
 `preflight`, `plan`, and `compose` and `launch`, which run.py imports. The others are imported where verl is: `start` by
-a run that starts, `client`, `agent_loops`, `sglang_rows`, `live_rows`, `loss`, `shadow`, `trainer` in verl's workers.
+a run that starts, `client`, `agent_loops`, `sglang_rows`, `live_rows`, `loss`, `shadow`, `rollouter`, `trainer` in
+verl's workers.
 """

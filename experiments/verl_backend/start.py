@@ -39,7 +39,7 @@ class RecordedRunner:
         folder: the run directory.
         open_tracker: opens the run's record (experiments/tracking).
         runner: the class of the runner, which gets the recorder's handle.
-        recorder: the handle; None until Ray is up.
+        recorder: the handle; None until the record is open.
     """
 
     folder: Path
@@ -57,8 +57,9 @@ class RecordedRunner:
         # An actor has the environment of its node's Ray, which may know nothing of this shell's W&B account.
         account = {key: value for key, value in os.environ.items() if key.startswith("WANDB_")}
         actor = ray.remote(num_cpus=0)(Recorder).options(scheduling_strategy=here, runtime_env={"env_vars": account})
-        self.recorder = actor.remote(self.open_tracker)
-        ray.get(self.recorder.ready.remote())
+        recorder = actor.remote(self.open_tracker)
+        ray.get(recorder.ready.remote())
+        self.recorder = recorder
         return ray.remote(num_cpus=1)(self.runner).remote(self.recorder)
 
     def options(self, **options: Any) -> Any:
@@ -89,11 +90,19 @@ def supervise(recorded: RecordedRunner, work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         status = "interrupted"
     except Exception as raised:
-        cause = getattr(raised, "cause", None) or raised  # Ray wraps what an actor raised
-        status, error = "failed", f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
+        status, error = "failed", reason(raised)
         (recorded.folder / TRACEBACK).write_text("".join(traceback.format_exception(raised)), encoding="utf-8")
     if recorded.recorder is not None:
         print(closing_table(ray.get(recorded.recorder.finish.remote(status, error))))
     if error:
         print(f"run.py: failed: {error}\nThe traceback is in {recorded.folder / TRACEBACK}", file=sys.stderr)
     return {"completed": COMPLETED, "failed": FAILED, "interrupted": INTERRUPTED}[status]
+
+
+def reason(raised: Exception) -> str:
+    """Returns type and message in one line of what an actor raised, out of what Ray wraps it in."""
+    cause = getattr(raised, "cause", None) or raised
+    lines = str(cause).strip().splitlines() or [""]
+    if getattr(cause, "actor_init_failed", False):  # of Ray's RayActorError
+        return lines[-1]  # the traceback of its __init__ comes before
+    return f"{type(cause).__name__}: {lines[0]}"

@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError, RayTaskError
 from tensordict import TensorDict
 from verl.experimental.fully_async_policy.detach_utils import RolloutSample
 from verl.trainer.ppo.utils import Role
@@ -45,6 +46,7 @@ from experiments.verl_backend.recorder import Recorder
 from experiments.verl_backend.settings import TrainerSettings
 from experiments.verl_backend.start import RecordedRunner, supervise
 from experiments.verl_backend.trainer import RoutemergeRunner, RoutemergeTrainer
+from strategies import MergeError
 from tests.conftest import compose
 from tests.verl.kit import Reply
 from tests.verl.test_agent_loops import merged_output, processed, worker
@@ -346,6 +348,33 @@ def test_a_run_that_fails_says_so_in_its_record(folder: Path):
     assert summary["status"] == "failed"
     assert "actor/ppo_kl=nan" in summary["error"]
     assert (folder / "traceback.txt").is_file()
+
+
+def test_a_record_that_cannot_be_opened_is_the_reason_that_is_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """W&B out of reach: Ray says that an actor died, and nothing can be asked of the dead."""
+
+    def died(reference: Any) -> Any:
+        refused = RuntimeError("W&B cannot be reached")
+        text = "ray::Recorder.__init__()\n  File recorder.py\nRuntimeError: W&B cannot be reached"
+        raise ActorDiedError(RayTaskError("Recorder.__init__", text, refused))
+
+    actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: None), finish=SimpleNamespace(remote=lambda *a: None))
+    made = SimpleNamespace(options=lambda **o: SimpleNamespace(remote=lambda *a: actor))
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda cls: made)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
+    monkeypatch.setattr(ray, "get", died)
+    folder.mkdir()
+    recorded = RecordedRunner(folder, open_tracker=lambda: pytest.fail("in another process"))
+    assert supervise(recorded, recorded.remote) == 1
+    assert capsys.readouterr().err.splitlines()[0] == "run.py: failed: RuntimeError: W&B cannot be reached"
+    assert (folder / "traceback.txt").is_file()
+
+
+def test_what_an_agent_loop_raised_is_named_through_rays_wrappers():
+    error = MergeError("rollout r, call 1 (request r.1): rows expected\nand more")
+    assert start_module.reason(RayTaskError("fit", "traceback", error)) == f"MergeError: {str(error).splitlines()[0]}"
 
 
 def test_verl_is_started_with_our_runner_and_its_own_resources(folder: Path, monkeypatch: pytest.MonkeyPatch):
