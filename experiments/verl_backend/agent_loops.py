@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -17,6 +18,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from experiments.verl_backend.client import RecordingClient, Trajectory
 from experiments.verl_backend.merging import FLAGS, Merged, Merging
+from strategies import MergeError
 
 FLAGS_FIELD = "routemerge_flags"
 ROLLOUT_FIELD = "routemerge_rollout"
@@ -24,13 +26,15 @@ ROLLOUT_FIELD = "routemerge_rollout"
 
 
 def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory) -> None:
-    """Puts the merged rows, mask, counters and the trajectory itself into verl's output."""
+    """Puts the merged rows, mask, counters and the trajectory itself into verl's output.
+
+    Raises:
+        MergeError: a token that carries loss has no log-prob in verl's output.
+    """
     kept = len(merged.response_mask)
     output.response_ids = output.response_ids[:kept]
     output.response_mask = merged.response_mask.astype(int).tolist()
-    # A number everywhere: what the mask leaves out is still multiplied by 0 in verl's gradient, and a group's first
-    # member decides whether the column exists. verl itself gives None where no token was generated.
-    output.response_logprobs = np.nan_to_num(np.array(output.response_logprobs or [0.0] * kept)[:kept]).tolist()
+    output.response_logprobs = _log_probs(output.response_logprobs, merged.response_mask, merged.rollout.rollout_id)
     output.routed_experts = merged.rows
     versions = [int(v) for call in trajectory.calls if call.new_tokens for v in call.versions]
     if versions:
@@ -38,6 +42,23 @@ def apply_merged(output: AgentLoopOutput, merged: Merged, trajectory: Trajectory
         output.extra_fields["max_global_steps"] = max(versions)
     output.extra_fields[ROLLOUT_FIELD] = merged.rollout
     output.extra_fields[FLAGS_FIELD] = np.array([merged.flags.get(flag, 0) for flag in FLAGS])
+
+
+def _log_probs(came: list[float] | None, mask: NDArray[np.bool_], rollout_id: str) -> list[float]:
+    """Returns a number for every response token; what `mask` leaves out needs one because verl's gradient still
+    multiplies it by 0. A list also where verl gives None (no token was generated): a group's first member decides
+    whether there is a column.
+    """
+    values = np.full(len(mask), np.nan)
+    given = (came or [])[: len(mask)]
+    values[: len(given)] = given
+    known = np.isfinite(values)
+    if (missing := np.flatnonzero(mask & ~known)).size:
+        raise MergeError(
+            f"rollout {rollout_id}: response token {missing[0]} carries loss, but verl's output has no finite log-prob "
+            f"for it ({missing.size} such of {len(mask)})"
+        )
+    return np.where(known, values, 0.0).tolist()
 
 
 class _Merging:

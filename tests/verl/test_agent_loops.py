@@ -19,9 +19,9 @@ from experiments.verl_backend.agent_loops import (
     MergingToolLoop,
     apply_merged,
 )
-from experiments.verl_backend.client import RecordingClient
-from experiments.verl_backend.merging import FLAGS, Merging
-from strategies import Replace
+from experiments.verl_backend.client import RecordingClient, Trajectory
+from experiments.verl_backend.merging import FLAGS, Merged, Merging
+from strategies import MergeError, Replace
 from tests.verl.kit import PROMPT, Reply, merging, positions, rows_of, upstream_client, versions
 
 
@@ -205,3 +205,22 @@ def test_apply_merged_cuts_what_no_call_generated():
     apply_merged(output, merged, client.trajectory)
     assert (output.response_ids, output.response_mask) == ([5, 6, 7], [1, 1, 1])
     assert len(output.routed_experts) == PROMPT + 2
+
+
+def test_a_token_with_loss_but_without_a_log_prob_is_refused_not_filled():
+    """Masked tokens get a number, because verl multiplies it by 0; a token that carries loss never gets one from us."""
+    given = merged_output([Reply(3, 0), Reply(4, 1, "stop")], merging())
+    mask = np.array(given.response_mask, dtype=bool)
+    merged = Merged(given.routed_experts, mask, {}, given.extra_fields[ROLLOUT_FIELD])
+    hidden = Merged(given.routed_experts, mask & (np.arange(len(mask)) != 2), {}, given.extra_fields[ROLLOUT_FIELD])
+    for came in (
+        None,
+        given.response_logprobs[:2],
+        [*given.response_logprobs[:2], float("nan"), *given.response_logprobs[3:]],
+    ):
+        given.response_logprobs = came
+        with pytest.raises(MergeError, match="carries loss, but verl's output has no finite log-prob"):
+            apply_merged(given, merged, Trajectory())
+    apply_merged(given, hidden, Trajectory())
+    assert given.response_logprobs[2] == 0.0
+    assert np.isfinite(given.response_logprobs).all()
