@@ -24,6 +24,7 @@ from experiments.engines.sglang.process import (
     ServerProcess,
     ServerStartError,
     choose_port,
+    own_url,
     server_arguments,
     server_environment,
 )
@@ -151,6 +152,27 @@ def test_a_port_in_use_is_a_clear_error():
             choose_port("127.0.0.1", port)
     assert choose_port("127.0.0.1", port) == port
     assert choose_port("127.0.0.1", 0) > 0
+
+
+def test_a_host_that_is_not_ours_is_named():
+    with pytest.raises(
+        ServerStartError, match=r"cannot listen on 192\.0\.2\.1:0 .* engine.server.host to an address of"
+    ):
+        choose_port("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:7"),
+        ("0.0.0.0", "http://127.0.0.1:7"),
+        ("node7", "http://node7:7"),
+        ("::1", "http://[::1]:7"),
+        ("::", "http://[::1]:7"),
+    ],
+)
+def test_the_url_of_a_server_of_ours_leads_to_it(host, url):
+    assert own_url(host, 7) == url
 
 
 def arguments(*, on_cpu: bool, random_weights: bool = False, **server) -> str:

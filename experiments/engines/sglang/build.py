@@ -19,6 +19,7 @@ from experiments.engines.sglang.process import (
     Launch,
     ServerProcess,
     choose_port,
+    own_url,
     server_arguments,
     server_environment,
 )
@@ -100,8 +101,8 @@ def _starter(
             max_length=model.max_position_embeddings,
             port=port,
         )
-        reached = "127.0.0.1" if server.host == "0.0.0.0" else server.host
-        return ServerProcess(Launch(python, arguments, environment), f"http://{reached}:{port}", run_dir / LOG_FILE)
+        launch = Launch(python, arguments, environment)
+        return ServerProcess(launch, own_url(server.host, port), run_dir / LOG_FILE)
 
     return start
 

@@ -102,16 +102,22 @@ def choose_port(host: str, port: int) -> int:
     Raises:
         ServerStartError: the port is in use, or the host is not ours.
     """
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ServerStartError(
                 f"the SGLang server cannot listen on {host}:{port} ({error.strerror}); set engine.server.port to "
-                "a free port, or 0 for any"
+                "a free port, or 0 for any, and engine.server.host to an address of this machine"
             ) from error
         return probe.getsockname()[1]
+
+
+def own_url(host: str, port: int) -> str:
+    """Returns where this machine reaches a server of its own that listens on `host`, which may mean all addresses."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 class ServerProcess:
