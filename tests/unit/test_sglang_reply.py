@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from experiments.engines.sglang.reply import (
+    LONG_RUN,
     RefusedRequest,
     longest_equal_run,
+    suspect_rows,
 )
 from strategies.reply import ReplyError
 from tests.unit.sglang_cases import ROW_BYTES, SHAPE, parse, recorded, rows_of, with_rows
@@ -306,3 +308,12 @@ def test_a_row_that_is_repeated_over_and_over_is_flagged():
     parsed = parse(with_rows(case, rows))
     assert parsed.flags == {"repeated_rows"}
     assert longest_equal_run(rows) >= 20
+
+
+def test_a_layer_that_never_changes_is_flagged():
+    """All tokens through the same experts of one layer: an exporter that reads the wrong buffer looks like this."""
+    case = recorded("0.5.23/abort_queue_0")
+    rows = rows_of(case["response"]).copy()
+    rows[:, 1] = rows[0, 1]
+    assert parse(with_rows(case, rows)).flags == {"constant_layer"}
+    assert suspect_rows(rows[: LONG_RUN - 1]) == set()

@@ -64,7 +64,7 @@ class Sent:
 
 @dataclass(frozen=True, eq=False)
 class ParsedReply:
-    """A valid reply, and what was irregular about it: strategies.reply.CheckedReply.flags, `repeated_rows`, and
+    """A valid reply, and what was irregular about it: strategies.reply.CheckedReply.flags, those of `suspect_rows`, and
     `cut_short` where the server allows fewer tokens than were asked for (its context is shorter than the model's).
     """
 
@@ -136,8 +136,8 @@ def parse_reply(body: Any, sent: Sent, shape: RowShape) -> ParsedReply:
         if (came := _optional_count(meta, name, origin)) not in (None, len(ids)):
             raise ReplyError(f"{origin}: {len(ids)} output ids came, but `{name}` is {came}")
     flags = set(checked.flags)
-    if checked.call.rows is not None and longest_equal_run(checked.call.rows) >= LONG_RUN:
-        flags.add("repeated_rows")
+    if checked.call.rows is not None:
+        flags |= suspect_rows(checked.call.rows)
     if finish == "length" and len(ids) < sent.max_new_tokens:
         flags.add("cut_short")
     return ParsedReply(
@@ -149,6 +149,16 @@ def parse_reply(body: Any, sent: Sent, shape: RowShape) -> ParsedReply:
         ),
         frozenset(flags),
     )
+
+
+def suspect_rows(rows: Rows) -> set[str]:
+    """Returns what is possible, but hardly the router's choice, in `[rows, L, K]`: `repeated_rows` (a run of LONG_RUN),
+    `constant_layer` (one layer is the same in all of at least LONG_RUN rows).
+    """
+    if len(rows) < LONG_RUN:
+        return set()
+    suspect = {"repeated_rows"} if longest_equal_run(rows) >= LONG_RUN else set()
+    return suspect | ({"constant_layer"} if (rows == rows[:1]).all(axis=(0, 2)).any() else set())
 
 
 def longest_equal_run(rows: Rows) -> int:
