@@ -6,6 +6,7 @@ Only the engine is scripted. The loops come from the file that a run writes, the
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from experiments.verl_backend.launch import (
     tracker_opener,
 )
 from experiments.verl_backend.start import RecordedRunner, supervise
+from strategies import ReplayView, Rollout, SliceConcat
 from tests.conftest import ROOT, compose
 
 
@@ -68,14 +70,21 @@ def local_ray():
     ray.shutdown()
 
 
-def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_ray: None, tmp_path: Path):
-    tiny.save_model(tmp_path, tiny.save_tokenizer(tmp_path))
-    arguments = ("strategy=slice_concat", f"model.checkpoint={tmp_path}", "sampling.max_response_tokens=12")
-    node = compose("experiment=qwen3_moe_tiny_verl", *arguments)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save_model(folder, tiny.save_tokenizer(folder))
+    return folder
+
+
+def generate(model: Path, folder: Path, *arguments: str) -> DataProto:
+    """Returns the group of two prompts that verl's agent-loop worker makes of `ScriptedServer`'s answers."""
+    common = (f"model.checkpoint={model}", "sampling.max_response_tokens=12")
+    node = compose("experiment=qwen3_moe_tiny_verl", *common, *arguments)
     config = check.load(node)
     mode = strategy_mode(config)
-    OmegaConf.save(agent_loops(config, mode), tmp_path / "agent_loops.yaml")
-    values = overrides(Job(config, node, "slice_concat", tmp_path, "python run.py"), mode)
+    OmegaConf.save(agent_loops(config, mode), folder / "agent_loops.yaml")
+    values = overrides(Job(config, node, "mine", folder, "python run.py"), mode)
     verl = lay_over(verl_defaults(), values, ABSENT_IN_VERLS_YAML)
     server = ray.remote(ScriptedServer).remote()
     client = FullyAsyncLLMServerClient(config=verl, load_balancer_handle=get_router_handle(servers={"fake:0": server}))
@@ -83,7 +92,11 @@ def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_
     messages = [[{"role": "user", "content": word}] for word in ("abcd", "efg")]
     batch = DataProto.from_single_dict({"raw_prompt": np.array(messages, dtype=object)})
     batch.non_tensor_batch["agent_name"] = np.array(["single_turn_agent"] * 2, dtype=object)
-    out = asyncio.run(manager.generate_sequences_single(batch))
+    return asyncio.run(manager.generate_sequences_single(batch))
+
+
+def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_ray: None, model: Path, tmp_path: Path):
+    out = generate(model, tmp_path, "strategy=slice_concat")
     for row in range(2):
         mask = out.batch["attention_mask"][row].bool()
         prompt = int(mask.sum()) - 7
@@ -95,6 +108,28 @@ def test_the_strategy_of_the_run_decides_the_rows_in_verls_training_batch(local_
     assert assembled.meta_info["fully_async/partial/partial_ratio"] == 1.0
     versions = [r.versions()[r.prompt_len :].tolist() for r in assembled.non_tensor_batch[ROLLOUT_FIELD]]
     assert versions == [[0, 0, 0, 1, 1, 1, 1]] * 2
+
+
+class Failing(SliceConcat):
+    """A user's class with a fault."""
+
+    def __call__(self, rollout: Rollout) -> list[ReplayView]:
+        if rollout.rollout_id != "probe":  # run.py tries it on that one
+            raise KeyError("my_table")
+        return super().__call__(rollout)
+
+
+def test_a_users_class_that_raises_in_a_worker_is_named_with_its_trajectory(
+    local_ray: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    recorded = RecordedRunner(tmp_path, open_tracker=lambda: pytest.fail("no record"))
+    target = "strategy._target_=tests.verl.test_ray.Failing"
+    assert supervise(recorded, lambda: generate(model, tmp_path, "strategy=slice_concat", target) and None) == 1
+    text = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(
+        r"run\.py: failed: RuntimeError: rollout [0-9a-f]{32}, strategy Failing: KeyError: 'my_table'", text
+    )
+    assert "merge_rows" in (tmp_path / "traceback.txt").read_text()
 
 
 class Nothing:
