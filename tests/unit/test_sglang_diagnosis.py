@@ -58,6 +58,14 @@ def test_probe_finds_nothing_wrong_with_a_server_that_honours_the_contract(serve
         "pause abort: ",
     ):
         assert found in printed
+
+
+def test_probe_stays_within_a_short_context(server, capsys):
+    """The smoke preset's model has 64 positions, of which SGLang 0.5.23 takes 58."""
+    server.settings["max_req_input_len"] = 58
+    assert probe(server, "--pauses") == 0
+    assert "pause retract: length, 7 input and 51 new tokens" in capsys.readouterr().out
+    assert max(len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] for body in server.bodies) == 58
     assert not server.paused
 
 

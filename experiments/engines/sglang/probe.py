@@ -24,7 +24,7 @@ from strategies.reply import ReplyError, RowShape
 Mark = Literal["ok", "note", "FAIL"]
 
 SHORT, LONG = 12, 96
-"""Tokens of a plain request, and of one that a pause comes in between of."""
+"""Tokens of a plain request, and of one that a pause comes in between of (fewer where the context is shorter)."""
 
 PAUSE_AFTER = 3.0
 """Times of a plain request until the pause comes."""
@@ -75,6 +75,7 @@ class _Session:
         self._prompt = np.arange(3, 10, dtype=np.int32)
         self._shape = probe.shape
         self._short_s = 0.0
+        self._long = LONG
 
     async def findings(self) -> AsyncIterator[Finding]:
         info = await self._client.server_info()
@@ -82,6 +83,8 @@ class _Session:
         yield await self._settings()
         if info.get("dtype") == "auto":
             yield Finding("note", "dtype auto computes a float32 checkpoint in float16; a run wants --dtype named")
+        if isinstance(room := info.get("max_req_input_len"), int):
+            self._long = min(LONG, room - len(self._prompt))
         self._shape = self._shape or _known_shape(self._probe, info)
         yield Finding(
             "ok", f"rows of {self._shape.num_layers} layers, {self._shape.top_k} of {self._shape.num_experts}"
@@ -145,7 +148,7 @@ class _Session:
         return Finding("ok", text)
 
     async def _pause(self, mode: PauseMode) -> Finding:
-        asked = asyncio.create_task(self._ask(mode, self._prompt, LONG))
+        asked = asyncio.create_task(self._ask(mode, self._prompt, self._long))
         await asyncio.sleep(PAUSE_AFTER * self._short_s)
         await self._client.pause(mode)
         try:
