@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from experiments.engines.base import EngineLost
 from tests.unit.sglang_kit import loopback_server
@@ -51,13 +51,14 @@ def test_a_server_that_does_not_fit_keeps_its_weights_and_its_requests(tmp_path,
 def test_a_server_of_other_sizes_is_refused_where_its_model_can_be_read(tmp_path, server, size, ours):
     """Some of these would be taken without a word: SGLang leaves out weights that it has no place for."""
     folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), size: 2 * ours}))
+    theirs = Qwen3MoeConfig.from_dict(CONFIG.to_dict())
+    setattr(theirs, size, 2 * ours)
+    theirs.save_pretrained(folder)
     server.settings["model_path"] = str(folder)
     with pytest.raises(EngineLost, match=f"{size}={ours} expected, {2 * ours} came"):
         play(tmp_path, nothing, server.url)
     assert (server.version, server.held) == ("default", {})
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    CONFIG.save_pretrained(folder)
     play(tmp_path, nothing, server.url)
     assert server.version == "5"
 

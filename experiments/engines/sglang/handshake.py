@@ -92,11 +92,12 @@ async def check_sizes(client: SGLangClient, config: Qwen3MoeConfig) -> None:
     path = Path(str((await client.server_info()).get("model_path"))) / "config.json"
     if not path.is_file():
         return
-    theirs = json.loads(path.read_text(encoding="utf-8"))
+    # Not the JSON's own keys: transformers 5 writes num_experts as num_local_experts.
+    theirs = Qwen3MoeConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     for name in SIZES:
         ours = getattr(config, name)
-        if theirs.get(name, ours) != ours:
-            raise ServerRefused(f"{client.url}: {name}={ours} expected, {theirs[name]} came ({path})")
+        if (came := getattr(theirs, name, ours)) != ours:
+            raise ServerRefused(f"{client.url}: {name}={ours} expected, {came} came ({path})")
 
 
 async def check_model(client: SGLangClient, shape: RowShape, sampling: Sampling, name: str) -> None:
